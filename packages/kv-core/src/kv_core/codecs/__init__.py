@@ -1,0 +1,1 @@
+"""How rows of keys and values become stored codes, and back: the numeric truth in plain torch."""

@@ -1,0 +1,6 @@
+"""Tests share a toy network and oracles, which lie beside them."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
