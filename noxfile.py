@@ -83,9 +83,9 @@ def run_tests(
         env={
             # Without a GPU, Triton's interpreter runs the kernels, so that none goes untested.
             "TRITON_INTERPRET": "1" if no_gpu else None,
-            # Compiled kernels, and a gigabyte of precompiled headers unless told not to.
+            # What torch compiles is neither found from an earlier run nor left behind; its
+            # precompiled headers follow TMPDIR, which create_tmp sets.
             "TORCHINDUCTOR_CACHE_DIR": str(Path(session.create_tmp(), "inductor")),
-            "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
         },
     )
 

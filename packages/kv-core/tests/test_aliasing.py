@@ -155,6 +155,20 @@ def test_only_sources_that_touch_a_destination_are_cloned(monkeypatch: pytest.Mo
     assert count == 1
 
 
+def test_a_source_in_its_own_place_but_turned_counts_as_copied() -> None:
+    """Heads and tokens exchanged: the same bytes and the same shape, in another order."""
+    results = []
+    for copy in (False, True):
+        k, v = (torch.arange(24.0).view(1, 2, 4, 3) + at for at in (0, 100))
+        turned = [(k[:, :, :2].transpose(1, 2), v[:, :, :2].transpose(1, 2))]
+        FixedSlotKVCache(
+            cloned(turned) if copy else turned, capacity=4, regions=[], storage=[(k, v)]
+        )
+        results.append((k, v))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert results[0][0][0, 0, :, 0].tolist() == [0, 12, 0, 0]
+
+
 def reinterpreted() -> tuple[list[QuantizedLayerKV], list[tuple[Tensor, Tensor]]]:
     """INT8 buffers and floating views of the bytes of their codes."""
     memory = [torch.randn(1, 2, 8, 2) for _ in range(2)]

@@ -1,5 +1,6 @@
 """What importing the package does, and what it offers."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ def test_import_loads_neither_triton_nor_cuda() -> None:
         "assert not torch.cuda.is_initialized(), 'CUDA'\n"
         "assert not [m for m in sys.modules if m.startswith(('kv_kernels', 'kv_rollout'))]\n"
     )
-    environment = {"PYTHONPATH": str(SOURCE.parent), "PATH": ""}
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE.parent)}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
     )

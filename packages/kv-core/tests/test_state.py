@@ -152,6 +152,8 @@ EDITS: dict[str, tuple[Callable[[dict], Any], str]] = {
     ),
     "meta list": (lambda s: s.update(meta=[]), "meta of the state must be a dict, got list"),
     "no spec": (lambda s: s["meta"].pop("spec"), r"dict meta\['spec'\], got NoneType"),
+    "spec with a set": (lambda s: s["meta"]["spec"].update(x={1}), r"JSON dict meta\['spec'\]"),
+    "spec list": (lambda s: s["meta"].update(spec=[1]), r"JSON dict meta\['spec'\], got list"),
     "no tensors": (lambda s: s.pop("tensors"), r"keys 'meta' and 'tensors', got \['meta'\]"),
     "tensors list": (lambda s: s.update(tensors=[]), "tensors of the state must be a dict"),
 }

@@ -22,6 +22,8 @@ from kv_kernels.testing import (
     slot_attention_oracle,
 )
 
+# precompiled headers take longer than the few kernels here gain, and hundreds of megabytes
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="kv-kernels-")
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
@@ -62,9 +64,7 @@ class Call:
         place: dict[str, Any] = {"dtype": dtype, "device": device, "generator": g}
         lengths = {"text": text, "chunk": chunk, "memory": memory}
         keys = sum(length or 0 for length in lengths.values())
-        self.q = random_tensor(
-            (batch, heads[0], queries, dims[0]), layout="transposed", **place
-        )
+        self.q = random_tensor((batch, heads[0], queries, dims[0]), layout="transposed", **place)
         whole = random_layer((batch, heads[1], keys, dims[0]), dims[1], layout=layout, **place)
         parts: dict[str, Any] = {}
         start = 0
@@ -78,7 +78,8 @@ class Call:
         if int8:
             parts["memory"] = quantized(parts["memory"])
         self.parts = parts
-        self.mask = random_mask(queries, keys, generator=g, device=device, **mask)
+        mask = {"block_size": 16, "device": device, "generator": g, **mask}
+        self.mask = random_mask(queries, keys, **mask)
 
     def run(self, backend: str | None = None, **options: Any) -> Any:
         return slot_attention(
@@ -143,9 +144,3 @@ def skip_if_rejected() -> Callable[[Row, Query], None]:
             pytest.skip(f"{row.backend} {reason}")
 
     return skip
-
-
-@pytest.fixture
-def fresh_compiler() -> None:
-    """Forget what was compiled, so that a test counts its own compilations."""
-    torch._dynamo.reset()

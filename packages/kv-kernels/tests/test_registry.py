@@ -1,6 +1,5 @@
 """The table: what is chosen, what is refused, and that it says why."""
 
-import importlib
 import logging
 import re
 from collections.abc import Callable
@@ -122,9 +121,7 @@ def test_a_machine_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch
         "(CPU) needs a C++ compiler, and 'no-such-compiler' is not there; set CXX to name one"
     )
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    assert flex.rejects_cpu(CPU) == (
-        "(CPU) needs AVX2 on Linux or Windows, got DEFAULT on linux"
-    )
+    assert flex.rejects_cpu(CPU) == ("(CPU) needs AVX2 on Linux or Windows, got DEFAULT on linux")
 
 
 def test_a_machine_without_triton_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,8 +157,6 @@ def test_an_error_inside_a_row_is_not_a_reason_to_try_another(
     monkeypatch: pytest.MonkeyPatch, make_call: Callable[..., Any]
 ) -> None:
     """D16: only "cannot" leads elsewhere; out of memory reaches the caller."""
-    module = importlib.import_module(__name__) if __name__ in importlib.sys.modules else None
-    del module
     monkeypatch.setattr(registry, "load", {"bad": _out_of_memory, "other": _never}.__getitem__)
     rows = [
         Row("slot_attention", KVFormat.FP32, KVFormat.FP32, name, target, lambda query: None)

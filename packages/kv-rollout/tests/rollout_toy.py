@@ -1,10 +1,9 @@
 """A tiny random network with every feature that a rollout must carry through, and its model."""
 
 import torch
-from torch import Tensor
-
 from kv_core import LayerKV
 from kv_rollout import ClipGeometry, RolloutSetup, SlotState, TokenRole
+from torch import Tensor
 
 HEADS, KV_HEADS, K_DIM, V_DIM, WIDTH = 4, 2, 8, 6, 24
 TOKEN_WIDTH, CONTROL_WIDTH = 12, 5

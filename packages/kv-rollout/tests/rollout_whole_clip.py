@@ -1,11 +1,10 @@
 """The oracle of a rollout: one masked forward over the whole clip, and plain attention in FP64."""
 
 import torch
-from rollout_toy import ToyNetwork
-from torch import Tensor
-
 from kv_rollout import ChunkRollout, TokenRole, clip_segments, segment_table, text_segments
 from kv_rollout.positions import caption_mrope_ids, clip_mrope_ids
+from rollout_toy import ToyNetwork
+from torch import Tensor
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from rollout_toy import ToyModel, ToyNetwork, toy_geometry, toy_inputs
-from rollout_whole_clip import whole_clip
-
 from kv_core import KVFormat
 from kv_rollout import ChunkRollout, TokenRole
+from rollout_toy import ToyModel, ToyNetwork, toy_geometry, toy_inputs
+from rollout_whole_clip import whole_clip
 
 pytestmark = [
     pytest.mark.gpu,

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from kv_core import ShapeError
 from kv_rollout import patchify, unpatchify
 

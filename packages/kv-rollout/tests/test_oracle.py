@@ -4,10 +4,9 @@ import itertools
 
 import pytest
 import torch
+from kv_rollout import ChunkRollout, TokenRole
 from rollout_toy import ToyModel, toy_geometry, toy_inputs
 from rollout_whole_clip import whole_clip
-
-from kv_rollout import ChunkRollout, TokenRole
 
 TOLERANCE = {"rtol": 0, "atol": 1e-5}
 

@@ -9,9 +9,6 @@ import torch
 import torch.nn.functional as F
 from kv_core import LayerKV, SnapshotError, SpecError
 from kv_kernels.testing import assert_within_budget, largest_error
-from safetensors import safe_open
-from torch import Tensor
-
 from kv_rollout import (
     ChunkRollout,
     ClipGeometry,
@@ -30,6 +27,8 @@ from kv_rollout.reference import NetworkConfig, ReferenceModel, ReferenceNetwork
 from kv_rollout.reference import model as model_module
 from kv_rollout.reference.network import Piece, rotary_frequencies, rotate, rotation, velocity
 from kv_rollout.sampling import PhiloxNoise, chunk_noise
+from safetensors import safe_open
+from torch import Tensor
 
 SMALL = NetworkConfig(width=24, layers=2, heads=2, head_dim=12, hidden=16, patch=2, prompts=3)
 CLIP = ClipGeometry(
@@ -282,7 +281,7 @@ def test_shipped_weights_are_bfloat16_and_small():
     path = Path(model_module.__file__).with_name(model_module.WEIGHTS)
     assert path.stat().st_size <= 9_000_000
     with safe_open(path, framework="pt") as file:
-        assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118
+        assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}
 
 
 def test_the_shipped_model_knows_its_weights_and_keeps_them():

@@ -5,8 +5,6 @@ import math
 
 import pytest
 import torch
-from rollout_toy import CONTROL_WIDTH, TOKEN_WIDTH, ToyModel, toy_geometry, toy_inputs
-
 from kv_core import DtypeError, KVError, KVFormat, RolloutStateError, ShapeError, SpecError
 from kv_rollout import (
     ChunkRollout,
@@ -16,6 +14,7 @@ from kv_rollout import (
     TokenRole,
     run_rollout,
 )
+from rollout_toy import CONTROL_WIDTH, TOKEN_WIDTH, ToyModel, toy_geometry, toy_inputs
 
 NOISY, CLEAN, CONTROL, GIVEN = (
     TokenRole.CURRENT,

@@ -5,11 +5,10 @@ import hashlib
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-
 from kv_core import DtypeError, SpecError
 from kv_rollout import FlowSampler, PhiloxNoise, check_schedule
 from kv_rollout.sampling import chunk_noise, noise_keys
+from torch import Tensor
 
 DRAW = {"seed": 0, "sample": 0, "view": 0, "frame": 0, "step": 0}
 

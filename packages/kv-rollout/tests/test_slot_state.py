@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from rollout_toy import ToyModel, ToyNetwork, toy_geometry, toy_inputs
-
 from kv_core import DtypeError, KVFormat, RolloutStateError, ShapeError, SpecError
 from kv_rollout import ChunkRollout, SlotState, plan_memory
+from rollout_toy import ToyModel, ToyNetwork, toy_geometry, toy_inputs
 
 
 def rollout_with(network: object, **options) -> ChunkRollout:

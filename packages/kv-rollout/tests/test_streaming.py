@@ -4,10 +4,9 @@ import gc
 import tracemalloc
 
 import torch
+from kv_rollout import ChunkRollout, SlotState
 from rollout_toy import CONTROL_WIDTH, ToyModel, toy_geometry
 from torch import Tensor
-
-from kv_rollout import ChunkRollout, SlotState
 
 
 class Live:

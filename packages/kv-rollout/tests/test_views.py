@@ -3,7 +3,6 @@
 import pytest
 import torch
 from kv_core import DtypeError, ShapeError, SpecError
-
 from kv_rollout import patchify
 from kv_rollout.reference import ViewGrid, stitch_views, view_clip
 from kv_rollout.reference.views import control_tokens, cut_views, fit_canvas, luma

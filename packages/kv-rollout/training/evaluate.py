@@ -109,8 +109,11 @@ def evaluate(
             pictures = make(seed)
             figures = measure(pictures, clip)
             found.setdefault(way, []).append(figures)
-            print(f"{held.name}, {way}, seed {seed}: {figures['psnr']:.2f} dB, colour error "
-                  f"{figures['colour']:.4f}, {time.perf_counter() - began:.1f} s", flush=True)  # fmt: skip
+            print(
+                f"{held.name}, {way}, seed {seed}: {figures['psnr']:.2f} dB, "
+                f"colour error {figures['colour']:.4f}, {time.perf_counter() - began:.1f} s",
+                flush=True,
+            )
             shown.setdefault(way, pictures.float().cpu())
     figures = summarize(baseline, found)
     return figures, contact_sheet(shown, clip.grid)

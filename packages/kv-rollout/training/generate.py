@@ -161,7 +161,7 @@ class Check:
         }
 
     def picture(self, path: Path) -> None:
-        """Write what was made beside what was meant: some frames of the first view of every film."""
+        """Write what was made below what was meant: some frames of the first view of each film."""
         assert self.made is not None
         rows = []
         for film, made in zip(self.films, self.made, strict=True):

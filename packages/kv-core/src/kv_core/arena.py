@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kv_core.checks import check_int, check_tensor
+from kv_core.checks import check_int, check_tensor, overlaps
 from kv_core.errors import AliasError, SpecError
 from kv_core.slot_storage import LayerKV, flatten
 
@@ -127,7 +127,7 @@ def stage_current_kv_(
     _check_pair("current", current, arena, layout.current_tokens)
     for word, part in zip(("key", "value"), current, strict=True):
         for whole_word, whole in zip(("key", "value"), arena, strict=True):
-            if _allocation(part) == _allocation(whole):
+            if _allocation(part) == _allocation(whole) or overlaps(part, whole):
                 raise AliasError(
                     f"{word} of current and {whole_word} of the arena must not share memory, got "
                     "one allocation for both; pass the projection's own output, or its .clone()"

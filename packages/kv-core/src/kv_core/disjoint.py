@@ -156,6 +156,7 @@ def _same_view(a: Tensor, b: Tensor) -> bool:
     return (
         a.device == b.device
         and a.dtype == b.dtype
+        and a.is_neg() == b.is_neg()
         and a.shape == b.shape
         and a.stride() == b.stride()
         and _span(a) == _span(b)

@@ -55,6 +55,11 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
         os.replace(partial, target)
         if os.name != "nt":  # a folder cannot be opened there
             _flush(target.parent)
+    except KeyError as error:  # how safetensors says it
+        raise SnapshotError(
+            f"tensors of the state must have dtypes that safetensors stores, got {error.args[0]}; "
+            "view or convert them"
+        ) from error
     except (OSError, SafetensorError) as error:
         raise SnapshotError(
             f"{target} could not be written: {error}; what was there before is untouched, so make "
@@ -149,14 +154,16 @@ def check_state(
         SnapshotError: Not a state, or one made with another spec; the message names what differs.
     """
     meta, tensors = _parts("state", state)
-    theirs = meta.get("spec")
-    if not isinstance(theirs, Mapping):
+    try:  # through JSON and back, so that a state counts the same before and after a file
+        theirs = json.loads(json.dumps(meta.get("spec")))
+    except (TypeError, ValueError):
+        theirs = None
+    if not isinstance(theirs, dict):
         raise SnapshotError(
-            f"state for a {what} must have a dict meta['spec'], got {type(theirs).__name__}; pass "
-            "what state_dict() returned"
+            f"state for a {what} must have a JSON dict meta['spec'], got "
+            f"{type(meta.get('spec')).__name__}; pass what state_dict() returned"
         )
-    # through JSON and back, so that a state counts the same before and after a file
-    found = list(_differences("", json.loads(json.dumps(spec)), json.loads(json.dumps(theirs))))
+    found = list(_differences("", json.loads(json.dumps(spec)), theirs))
     if found:
         raise SnapshotError(
             f"state was made by another {what}: {'; '.join(found[:8])}; build the {what} with the "

@@ -3,9 +3,9 @@
 Nothing here but `SegmentMask.dense` takes memory for every pair of tokens. With nq and nk segments,
 ``bq x bk`` blocks and ``R x C`` of them, building the block lists takes at most about
 
-    33 bytes x R x C  +  12 bytes x nq x C  +  64 MB
+    33 bytes x R x C  +  12 bytes x nq x C  +  16 MB
 
-beside the table itself, on the CPU: 20 MB for 96,000 queries and keys in blocks of 128.
+on the host, beside copies of the table: 35 MB for 96,000 queries and keys in blocks of 128.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ BoolArray = npt.NDArray[np.bool_]
 IntArray = npt.NDArray[np.int64]
 
 # Elements that one temporary of the prefix sums may hold.
-_SLICE_ELEMENTS = 2**20
+_SLICE_ELEMENTS = 2**18
 
 
 def check_block_size(value: object) -> tuple[int, int]:

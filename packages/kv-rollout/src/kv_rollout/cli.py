@@ -8,9 +8,8 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from kv_core import KVError, SnapshotError, SpecError
@@ -20,12 +19,13 @@ if TYPE_CHECKING:
     from kv_rollout import runs
     from kv_rollout.reference import ReferenceModel
     from kv_rollout.rollout import ChunkRollout
+    from kv_rollout.sampling import SampleType
 
-Backend = StrEnum("Backend", ["auto", "torch", "flex"])
-Memory = StrEnum("Memory", ["auto", "fp32", "bf16", "fp16", "int8"])
-Dtype = StrEnum("Dtype", ["auto", "fp32", "bf16", "fp16"])
-SampleType = StrEnum("SampleType", ["ode", "sde"])
-Format = StrEnum("Format", ["mp4", "gif"])
+BACKENDS = ("auto", "torch", "flex")
+MEMORIES = ("auto", "fp32", "bf16", "fp16", "int8")
+DTYPES = ("auto", "fp32", "bf16", "fp16")
+SAMPLERS = ("auto", "ode", "sde")
+FORMATS = ("mp4", "gif")
 
 # Typer carries click under a name of its own, or uses an installed one; both have this class.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -69,35 +69,52 @@ def _kv_rollout(
 @app.command()
 def run(
     video: Annotated[
-        Path | None, typer.Argument(help="A video or GIF; a bundled clip by default.")
+        Path | None,
+        typer.Argument(metavar="VIDEO", help="A video or GIF; a bundled clip by default."),
     ] = None,
-    views: Annotated[int, typer.Option(min=1, help="Camera views to cut it into.")] = 4,
+    views: Annotated[int, typer.Option(metavar="N", help="Camera views to cut it into.")] = 4,
     frames: Annotated[
-        str, typer.Option(help="Frames to take from the video, or 'all'. The first is given.")
+        str,
+        typer.Option(metavar="N|all", help="Frames to take from the video; the first is given."),
     ] = "24",
-    start: Annotated[int, typer.Option(min=0, help="First frame to take.")] = 0,
+    start: Annotated[
+        int, typer.Option(metavar="N", help="First frame to take, counted from 0.")
+    ] = 0,
     history: Annotated[
-        str, typer.Option(help="Finished frames that the model remembers, or 'all'.")
+        str, typer.Option(metavar="N|all", help="Finished frames that the model remembers.")
     ] = "8",
     mask_block: Annotated[
-        str, typer.Option(help="Block of the attention mask in tokens: 128, or 64,128.")
+        str, typer.Option(metavar="N|Q,KV", help="Block of the attention mask, in tokens.")
     ] = "128",
-    backend: Annotated[Backend, typer.Option(help="What attends.")] = Backend.auto,
-    memory: Annotated[Memory, typer.Option(help="How memory is stored.")] = Memory.auto,
-    dtype: Annotated[Dtype, typer.Option(help="What the model computes in.")] = Dtype.auto,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
+    backend: Annotated[
+        str, typer.Option(help="What attends.", metavar="|".join(BACKENDS))
+    ] = "auto",
+    memory: Annotated[
+        str, typer.Option(help="How memory is stored.", metavar="|".join(MEMORIES))
+    ] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="What the model computes in.", metavar="|".join(DTYPES))
+    ] = "auto",
+    device: Annotated[
+        str, typer.Option(help="Where to run.", metavar="auto|cpu|cuda|cuda:1")
+    ] = "auto",
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the noise.")] = 0,
     steps: Annotated[
         int | None,
-        typer.Option(min=1, help="Denoising passes per chunk; the model's own by default."),
+        typer.Option(metavar="N", help="Denoising passes per chunk; the model's own by default."),
     ] = None,
     sample_type: Annotated[
-        SampleType | None, typer.Option(help="Sampler; the model's own by default.")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("out"),
-    format: Annotated[Format, typer.Option(help="Of the video that is written.")] = Format.mp4,
+        str, typer.Option(help="How to step from noise to picture.", metavar="|".join(SAMPLERS))
+    ] = "auto",
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for the results.")] = Path(
+        "out"
+    ),
+    format: Annotated[
+        str, typer.Option(help="Of the video that is written.", metavar="|".join(FORMATS))
+    ] = "mp4",
     weights: Annotated[
-        Path | None, typer.Option(help="Weights that you trained; those that ship by default.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Weights that you trained; those that ship by default."),
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Write into a folder that is not empty.")
@@ -106,31 +123,35 @@ def run(
     """Generate the views of a video and write them, with a contact sheet, to a folder."""
     from kv_rollout import runs
 
+    chosen_backend = _choice("--backend", backend, BACKENDS)
+    chosen_sampler = _choice("--sample-type", sample_type, SAMPLERS)
     settings = runs.RunSettings(
         video=None if video is None else str(video.absolute()),
-        start=start,
+        start=_number("--start", start, 0),
         frames=_count("--frames", frames, minimum=runs.GIVEN_FRAMES + 1),
-        views=views,
+        views=_number("--views", views, 1, 64),
         history=_count("--history", history, minimum=1),
         mask_block=_mask_block(mask_block),
-        backend=None if backend == Backend.auto else str(backend),
+        backend=None if chosen_backend == "auto" else chosen_backend,
         device=_device(device),
-        seed=seed,
-        steps=steps,
-        sample_type=cast(Any, sample_type and str(sample_type)),
-        format=str(format),
+        seed=_number("--seed", seed, 0, 2**128 - 1),
+        steps=None if steps is None else _number("--steps", steps, 1, 1000),
+        sample_type=None if chosen_sampler == "auto" else cast("SampleType", chosen_sampler),
+        format=_choice("--format", format, FORMATS),
         weights=None if weights is None else str(weights.absolute()),
-        **_formats(memory, dtype),
+        **_formats(_choice("--memory", memory, MEMORIES), _choice("--dtype", dtype, DTYPES)),
     )
-    with runs.claimed(out, force=force):
+    with runs.claimed(out, force=force, resume=_resume_command(out)):
         _generate(out, settings)
 
 
 @app.command()
 def resume(
-    folder: Annotated[Path, typer.Argument(help="The folder of the run, or its snapshot.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="The folder of the run, or its snapshot.")
+    ] = Path("out"),
     video: Annotated[
-        Path | None, typer.Option(help="Where the video is now, if it was moved.")
+        Path | None, typer.Option(metavar="FILE", help="Where the video is now, if it was moved.")
     ] = None,
 ) -> None:
     """Continue a run that was interrupted; the result is the same, bit for bit."""
@@ -138,7 +159,7 @@ def resume(
 
     out = folder.parent if folder.is_file() else folder
     if not out.is_dir():
-        raise SnapshotError(f"there is no folder {out}; pass the --out of the run")
+        raise SnapshotError(f"there is no folder {out}; name the one that was --out of the run")
     kept = runs.read_run(out)
     if kept["state"] == "finished":
         raise SnapshotError(f"the run in {out} is finished: there is nothing to resume")
@@ -170,21 +191,21 @@ def info() -> None:
     try:
         model = ReferenceModel.load()
         count = sum(weight.numel() for weight in model.network.parameters())
-        print(f"model   {count / 1e6:.1f} million weights, id {model.model_id[:16]}")
         grid = ViewGrid()
+        print(f"model   {count / 1e6:.1f} million weights, id {model.model_id[:16]}")
         print(
             f"        views of {grid.width} x {grid.height} pixels; {runs.GIVEN_FRAMES} frame is "
             f"given, then {runs.FRAMES_PER_CHUNK} at a time in {len(model.default_schedule)} passes"
         )
         for name in (WEIGHTS, runs.CARD):
             print(f"        {_described(runs.shipped(name))}")
-        clip = runs.shipped(runs.CLIP)
-        frames, fps = media.read_video(clip)
-        rows, columns = frames.shape[1:3]
-        print(f"clip    {len(frames)} frames of {columns} x {rows} pixels at {fps:g} fps")
-        print(f"        {_described(clip)}")
     except KVError as error:
-        print(f"        not usable: {error}")
+        print(f"model   cannot be used: {error}")
+    clip = runs.shipped(runs.CLIP)
+    frames, fps = media.read_video(clip)
+    rows, columns = frames.shape[1:3]
+    print(f"clip    {len(frames)} frames of {columns} x {rows} pixels at {fps:g} fps")
+    print(f"        {_described(clip)}")
 
 
 def _generate(
@@ -223,7 +244,7 @@ def _generate(
             runs.write_run(out, settings, source, state="interrupted")
         if rollout.chunks_done:
             done = f"{rollout.chunks_done} of {rollout.chunk_count} chunks are saved"
-            _say(f"Stopped; {done}. Continue with:\n  {_command()} resume {shlex.quote(str(out))}")
+            _say(f"Stopped; {done}. Continue with:\n  {_resume_command(out)}")
         if not isinstance(error, KeyboardInterrupt):
             raise
         if not rollout.chunks_done:
@@ -265,39 +286,53 @@ def _report(
     )
 
 
+def _choice(option: str, text: str, choices: Sequence[str]) -> str:
+    """Return one of some words."""
+    if text not in choices:
+        raise SpecError(f"{option} must be one of {', '.join(choices)}, got {text!r}")
+    return text
+
+
+def _number(option: str, value: int, least: int, most: int | None = None) -> int:
+    """Return a number that is within its limits."""
+    if value < least or (most is not None and value > most):
+        limits = f"at least {least}" if most is None else f"between {least} and {most}"
+        raise SpecError(f"{option} must be a number {limits}, got {value}")
+    return value
+
+
 def _count(option: str, text: str, *, minimum: int) -> int | None:
     """Return a number of frames, None for all."""
     if text == "all":
         return None
     if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < minimum:
-        raise SpecError(f"{option} must be at least {minimum} frames, or 'all', got {text!r}")
+        frames = f"{minimum} frame{'s' * (minimum > 1)}"
+        raise SpecError(f"{option} must be at least {frames}, or 'all', got {text!r}")
     return int(text)
 
 
 def _mask_block(text: str) -> tuple[int, int]:
     """Return (query, key) tokens of a block."""
-    if not re.fullmatch(r"[0-9]{1,18}(,[0-9]{1,18})?", text):
+    if not re.fullmatch(r"[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})?", text):
         raise SpecError(
             f"--mask-block must be a number of tokens, or two with a comma such as 64,128, "
             f"got {text!r}"
         )
-    first, *second = (int(number) for number in text.split(","))
+    first, *second = map(int, text.split(","))
     return first, second[0] if second else first
 
 
-def _formats(memory: Memory, dtype: Dtype) -> dict[str, str]:
+def _formats(memory: str, dtype: str) -> dict[str, str]:
     """Return what memory and computation use: either names the other, if it is left open."""
-    floating = {Memory.fp32, Memory.bf16, Memory.fp16}
-    compute = dtype.value
-    if compute == "auto":
-        compute = memory.value if memory in floating else "fp32"
-    if memory in floating and memory.value != compute:
+    floating = memory not in ("auto", "int8")
+    if dtype == "auto":
+        dtype = memory if floating else "fp32"
+    if floating and memory != dtype:
         raise SpecError(
             f"--memory {memory} does not fit --dtype {dtype}: memory is stored in what the model "
             "computes in, or in int8"
         )
-    stored = compute if memory == Memory.auto else memory.value
-    return {"dtype": compute, "memory": stored.upper()}
+    return {"dtype": dtype, "memory": (dtype if memory == "auto" else memory).upper()}
 
 
 def _device(text: str) -> str:
@@ -321,6 +356,10 @@ def _size(nbytes: float) -> str:
             return f"{nbytes:.3g} {unit}"
         nbytes /= 1000
     return f"{nbytes:.3g} GB"
+
+
+def _resume_command(out: Path) -> str:
+    return f"{_command()} resume {shlex.quote(str(out))}"
 
 
 def _command() -> str:

@@ -221,7 +221,7 @@ def write_png(path: str | Path, picture: Pixels) -> None:
 
     _check_pixels("picture", picture, 3)
     with _whole(path) as partial:
-        Image.fromarray(np.ascontiguousarray(picture)).save(partial, format="PNG", optimize=True)
+        Image.fromarray(np.ascontiguousarray(picture)).save(partial, format="PNG")
 
 
 def tile_views(

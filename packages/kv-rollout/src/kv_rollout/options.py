@@ -116,6 +116,7 @@ def check_setups(
                 batch_size=batch_size,
                 text_ids=checked.to(model.device),
                 view_text_tokens=captions,
+                control_width=model.control_width,
                 visibility=visibility,
                 history_frames=history_frames,
                 memory=plan_memory(geometry, history_frames),

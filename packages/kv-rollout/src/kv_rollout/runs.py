@@ -198,8 +198,13 @@ def attention_backend(settings: RunSettings, model: ReferenceModel) -> tuple[str
 
 
 @contextmanager
-def claimed(folder: Path, *, force: bool) -> Iterator[None]:
+def claimed(folder: Path, *, force: bool, resume: str) -> Iterator[None]:
     """Make a folder to write into; if nothing was written in the end, it is removed again.
+
+    Args:
+        folder: The folder.
+        force: Take it whatever it holds.
+        resume: The command that continues an interrupted run in it.
 
     Raises:
         SpecError: It cannot be made, or holds what must not be mixed with a run or lost.
@@ -216,8 +221,8 @@ def claimed(folder: Path, *, force: bool) -> Iterator[None]:
             ) from error
         if earlier["state"] == "interrupted":
             raise SpecError(
-                f"{folder} holds a run that was interrupted; continue it with "
-                f"kv-rollout resume {folder}, or start over with --force"
+                f"{folder} holds a run that was interrupted; continue it with {resume}, "
+                "or start over with --force"
             )
     made = []
     try:

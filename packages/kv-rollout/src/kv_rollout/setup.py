@@ -58,6 +58,7 @@ class RolloutSetup:
     batch_size: int
     text_ids: Tensor  # [B, n] int64 on the model's device
     view_text_tokens: tuple[int, ...] | None
+    control_width: int
     visibility: Visibility
     history_frames: int | None
     memory: MemoryPlan
@@ -84,6 +85,7 @@ class RolloutSetup:
             "geometry": asdict(self.geometry),
             "batch_size": self.batch_size,
             "view_text_tokens": list(self.view_text_tokens) if self.view_text_tokens else None,
+            "control_width": self.control_width,
             "visibility": asdict(self.visibility),
             "history_frames": self.history_frames,
             "memory": asdict(self.memory),
@@ -103,6 +105,7 @@ class RolloutSetup:
             batch_size=values["batch_size"],
             text_ids=text_ids,
             view_text_tokens=tuple(captions) if captions else None,
+            control_width=values["control_width"],
             visibility=Visibility(**values["visibility"]),
             history_frames=values["history_frames"],
             memory=MemoryPlan(**values["memory"]),

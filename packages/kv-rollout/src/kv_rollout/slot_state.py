@@ -321,6 +321,7 @@ class SlotState:
             "V": geometry.num_views,
             "F": end - start,
             "X": geometry.spatial_tokens,
+            "W": self._setup.control_width,
         }
         check_tensor(f"controls of frames {start} to {end}", tokens, "B V F X W", sizes)
         if not tokens.is_floating_point():

@@ -1,4 +1,4 @@
-"""A small multi-view model whose weights ship: it re-renders a real video from low-resolution luma."""
+"""A small multi-view model whose weights ship: it re-renders a video from low-resolution luma."""
 
 from kv_rollout.reference.model import ReferenceModel
 from kv_rollout.reference.network import NetworkConfig, ReferenceNetwork

@@ -80,7 +80,7 @@ class ReferenceModel:
         try:
             with safe_open(path, framework="pt") as file:
                 described = (file.metadata() or {})["config"]
-                state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                state = {name: file.get_tensor(name) for name in file.keys()}
             network = ReferenceNetwork(NetworkConfig(**json.loads(described)))
             network.load_state_dict(state)
         except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:

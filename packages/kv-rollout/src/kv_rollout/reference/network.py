@@ -9,7 +9,7 @@ stream of one piece.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -184,7 +184,7 @@ class _Mixer(nn.Module):
 
 
 class _Layer(nn.Module):
-    """One transformer layer; its modulation is the shared one of the noise level plus its role's."""
+    """One layer; its modulation is the shared one of the noise level plus its role's."""
 
     def __init__(self, config: NetworkConfig) -> None:
         super().__init__()
@@ -234,6 +234,11 @@ class ReferenceNetwork(nn.Module):
         self.opponent: Tensor
         self.loud_opponent: Tensor
 
+    @property
+    def blocks(self) -> list[_Layer]:
+        """The layers, in order."""
+        return cast(list[_Layer], list(self.layers))
+
     def encode_text(self, text_ids: Tensor, positions: Tensor) -> list[LayerKV]:
         """Return every layer's keys and values of the prompt; see `SlotNetwork.encode_text`.
 
@@ -244,7 +249,7 @@ class ReferenceNetwork(nn.Module):
         turn = rotation(positions, self.k_dim)
         shared = self._time(text_ids.new_zeros(1, dtype=torch.float32))[:, None, :_MODULATIONS]
         pairs = []
-        for layer in self.layers:
+        for layer in self.blocks:
             _, k, v = layer.project(x, shared + layer.roles[TokenRole.TEXT], turn)
             pairs.append(LayerKV(k, v))
         return pairs
@@ -287,7 +292,7 @@ class ReferenceNetwork(nn.Module):
         groups = torch.tensor([i for i, n in enumerate(lengths) for _ in range(n // size)])
         groups = groups.to(x.device)
         x = x.view(B, N // size, size, width)
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.blocks):
             modulation = shared[:, :, :_MODULATIONS] + layer.roles[roles]
             modulation = modulation[:, groups]
             q, k, v = layer.project(x, modulation, turn)

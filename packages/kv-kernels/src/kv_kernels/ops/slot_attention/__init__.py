@@ -94,9 +94,9 @@ def slot_attention(
 
 
 def _block_lists(mask: SegmentMask) -> list[Tensor]:
-    blocks = mask.block_mask()
-    lists = [blocks.kv_num_blocks, blocks.kv_indices]
-    return [*lists, blocks.full_kv_num_blocks, blocks.full_kv_indices]
+    blocks: Any = mask.block_mask()
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    return [getattr(blocks, name) for name in names]
 
 
 def _run(

@@ -18,7 +18,7 @@ import torch
 from kv_core.errors import CapacityError
 from torch import Tensor
 
-from kv_kernels.ops.slot_attention.parts import Mask, Part, empty_output, join
+from kv_kernels.ops.slot_attention.parts import Mask, Part, empty_output, join, output_stride
 from kv_kernels.ops.slot_attention.tiles import MAX_HEAD, MIN_TILE, tile_options
 from kv_kernels.registry import Query
 
@@ -80,6 +80,7 @@ def attend(
 
     B, Hq, N, D = q.shape
     v_dim = parts[0].v.shape[3]
+    assert len(mask.blocks) == 4
     parts = [part for part in parts if part.k.shape[2]]
     if not parts or not q.numel():
         return _nothing(q, v_dim, return_lse)
@@ -99,9 +100,8 @@ def attend(
             "torch._dynamo.config.recompile_limit allows; raise it, pad to fewer lengths, or use "
             "backend='torch'"
         ) from error
-    expected = empty_output(q, v_dim)
-    if out.stride() != expected.stride():
-        out = expected.copy_(out)
+    if out.stride() != output_stride(q, v_dim):
+        out = empty_output(q, v_dim).copy_(out)
     return out, lse
 
 

@@ -53,7 +53,7 @@ def check_inputs(
     check_tensor("q", q, "B Hq N D", {})
     if q.dtype not in _FLOATS:
         raise DtypeError(f"q must be float32, float16 or bfloat16, got {q.dtype}; convert it")
-    B, Hq, N, D = q.shape
+    B, Hq, _, D = q.shape
     k, v = _floating("chunk", chunk)
     check_tensor("chunk.k", k, "B H T D", {"B": B, "D": D}, dtype=q.dtype, device=q.device)
     H, T = k.shape[1:3]

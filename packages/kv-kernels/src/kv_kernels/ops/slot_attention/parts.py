@@ -18,7 +18,10 @@ class Part(NamedTuple):
 
     def narrow(self, start: int, stop: int) -> "Part":
         """Borrow the tokens ``[start, stop)``."""
-        return Part(*(None if t is None else t[:, :, start:stop] for t in self))
+        cut = slice(start, stop)
+        k_scale = None if self.k_scale is None else self.k_scale[:, :, cut]
+        v_scale = None if self.v_scale is None else self.v_scale[:, :, cut]
+        return Part(self.k[:, :, cut], self.v[:, :, cut], k_scale, v_scale)
 
 
 class Mask(NamedTuple):
@@ -37,10 +40,15 @@ def empty_output(q: Tensor, v_dim: int) -> Tensor:
     Queries that are a view of ``[B, N, Hq, D]``, as a projection leaves them, get an output that
     goes back to ``[B, N, Hq * Dv]`` without a copy.
     """
-    B, Hq, N, _ = q.shape
+    return q.new_empty_strided((*q.shape[:3], v_dim), output_stride(q, v_dim))
+
+
+def output_stride(q: Tensor, v_dim: int) -> tuple[int, int, int, int]:
+    """Return the strides of an output for ``q``."""
+    _, Hq, N, _ = q.shape
     if q.stride(1) < q.stride(2):
-        return q.new_empty(B, N, Hq, v_dim).transpose(1, 2)
-    return q.new_empty(B, Hq, N, v_dim)
+        return Hq * N * v_dim, v_dim, Hq * v_dim, 1
+    return Hq * N * v_dim, N * v_dim, v_dim, 1
 
 
 def join(parts: Sequence[Part], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

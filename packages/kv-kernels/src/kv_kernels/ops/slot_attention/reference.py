@@ -22,9 +22,9 @@ def attend(
     than masked: they are never read, and may hold anything. A NaN that a query sees reaches that
     query and no other.
 
-    Beside its output a call needs at most twice 16 MB of scores (or one row of scores for each head,
-    if that is more) and FP32 copies of the queries and of 4096 keys at a time. The mask is read on
-    the host, so on CUDA a call waits for the device and cannot be captured in a graph.
+    Beside its output a call needs at most twice 16 MB of scores (or one query's scores, if those
+    are more) and FP32 copies of the queries of a block and of 4096 keys. The mask is read on the
+    host, so on CUDA a call waits for the device and cannot be captured in a graph.
 
     Args:
         q: ``[B, Hq, N, D]``.
@@ -34,8 +34,8 @@ def attend(
         return_lse: Whether to fill the second output.
 
     Returns:
-        ``[B, Hq, N, Dv]`` in the dtype of ``q``, and FP32 ``[B, Hq, N]`` or an empty tensor. A query
-        that sees no key gets 0 and minus infinity.
+        ``[B, Hq, N, Dv]`` in the dtype of ``q``, and FP32 ``[B, Hq, N]`` or an empty tensor. A
+        query that sees no key gets 0 and minus infinity.
     """
     B, Hq, N, _ = q.shape
     out = empty_output(q, parts[0].v.shape[3])
