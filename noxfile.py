@@ -83,6 +83,8 @@ def run_tests(
         env={
             # Without a GPU, Triton's interpreter runs the kernels, so that none goes untested.
             "TRITON_INTERPRET": "1" if no_gpu else None,
+            # Tests work on small tensors, for which waking a second thread costs more than it does.
+            "OMP_NUM_THREADS": "1",
             # What torch compiles is neither found from an earlier run nor left behind; its
             # precompiled headers follow TMPDIR, which create_tmp sets.
             "TORCHINDUCTOR_CACHE_DIR": str(Path(session.create_tmp(), "inductor")),

@@ -50,7 +50,8 @@ def test_twenty_masks_of_one_shape_compile_once_and_the_limit_is_an_error(
         for _ in range(2):
             with pytest.raises(CapacityError, match="146 keys") as caught:
                 longer.run("flex")
-    assert "1 times" in str(caught.value) and "recompile_limit" in str(caught.value)
+    assert "after 1 compilation(s)" in str(caught.value)
+    assert "torch._dynamo.config.recompile_limit is reached" in str(caught.value)
     assert compiles() - before == 1
     call.check("flex")
 
@@ -99,7 +100,8 @@ def test_full_blocks_listed_as_partial_stay_within_the_budget(
         listed = torch.arange(index.shape[-1]) < count[..., None]
         both.scatter_(-1, index.long(), listed | both.gather(-1, index.long()))
     order = (~both).int().argsort(dim=-1, stable=True).int()
-    args[12] = [both.sum(-1, dtype=torch.int32), order, torch.zeros_like(full_counts), order]
+    none = torch.zeros_like(full_counts)
+    args[12] = [both.sum(-1, dtype=torch.int32), order, none, order.clone()]
     out = torch.ops.kv_kernels.slot_attention(*args)[0]
     assert_within_budget(out, plain, call.oracle()[0])
 

@@ -232,6 +232,7 @@ def test_no_queries_or_no_keys_is_an_empty_mask():
     no_queries = SegmentMask.build(np.zeros((0, 1), bool), [], [5], block_size=2)
     assert no_queries.dense().shape == (0, 5)
     assert no_queries.block_mask().q_num_blocks.tolist() == [[[0, 0, 0]]]
+    assert no_keys.key != no_queries.key
 
 
 def test_the_last_row_and_column_of_the_table_are_padding():

@@ -5,9 +5,13 @@ from kv_core import LayerKV
 from kv_rollout import ClipGeometry, RolloutSetup, SlotState, TokenRole
 from torch import Tensor
 
-HEADS, KV_HEADS, K_DIM, V_DIM, WIDTH = 4, 2, 8, 6, 24
+HEADS, KV_HEADS, K_DIM, V_DIM, WIDTH = 4, 2, 16, 32, 24
 TOKEN_WIDTH, CONTROL_WIDTH = 12, 5
-FREQUENCIES = torch.tensor([[0.9, 0.013, 0, 0], [0, 0, 0.7, 0], [0, 0, 0, 0.5]])
+# radians per unit of time, row and column, one column per pair of channels
+FREQUENCIES = torch.zeros(3, K_DIM // 2)
+FREQUENCIES[0, :4] = torch.tensor([0.9, 0.31, 0.1, 0.013])
+FREQUENCIES[1, 4:6] = torch.tensor([0.7, 0.2])
+FREQUENCIES[2, 6:] = torch.tensor([0.5, 0.1])
 
 
 class ToyNetwork:
@@ -57,7 +61,7 @@ class ToyNetwork:
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    angles = (positions.double().T @ FREQUENCIES.double()).to(x.device)
+    angles = positions.double().T @ FREQUENCIES.to(positions.device).double()
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)

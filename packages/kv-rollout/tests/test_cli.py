@@ -117,6 +117,15 @@ def test_the_bundled_clip_is_the_default(place: Path):
     assert trace["settings"]["video"] is None
 
 
+def test_the_weights_that_ship_see_more_than_the_control_says(place: Path):
+    assert main(["run", "--views", "1", "--frames", "3"]) == 0
+    made = load_file("out/latents.safetensors")["latent"]
+    clip = runs.load_source(runs.read_run(Path("out"))["settings"]).clip
+    grey = torch.from_numpy(runs._control_pixels(clip)).permute(0, 4, 1, 2, 3) / 127.5 - 1
+    errors = [(each - clip.latent)[:, :, :, 1:].abs().mean() for each in (made, grey[None])]
+    assert errors[0] < errors[1] / 2
+
+
 def test_a_gif_replaces_the_mp4_of_an_earlier_run(place: Path):
     assert main(command(frames=2)) == 0
     Path("out/mine.txt").write_text("mine")

@@ -68,10 +68,15 @@ def worst_error(device: str, dtype: torch.dtype, seed: int, **options) -> float:
     return worst
 
 
-@pytest.mark.parametrize("block", [128, (64, 128), (128, 64), 256])
-@pytest.mark.parametrize("memory", [None, KVFormat.INT8], ids=["own", "int8"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("backend", ["torch", "flex"])
+FP32, BF16, INT8 = torch.float32, torch.bfloat16, KVFormat.INT8
+CASES = [
+    *(("torch", dtype, memory, 128) for dtype in (FP32, BF16) for memory in (None, INT8)),
+    *(("flex", dtype, memory, (64, 128)) for dtype in (FP32, BF16) for memory in (None, INT8)),
+    *(("flex", FP32, None, block) for block in (128, (128, 64), 256)),
+]
+
+
+@pytest.mark.parametrize(("backend", "dtype", "memory", "block"), CASES)
 def test_a_rollout_errs_no_more_than_twice_the_cpu(backend, dtype, memory, block):
     seed = int(torch.randint(1_000_000, ()).item())
     budget = 2 * worst_error("cpu", dtype, seed, memory_format=memory)

@@ -88,16 +88,17 @@ def test_e15_history_holds_the_keys_of_clean_latents_only():
             return state
 
     class MeanNetwork:
-        num_layers, kv_heads, k_dim, v_dim = 2, 2, 8, 6
+        num_layers, kv_heads, k_dim, v_dim = 2, 2, 16, 32
 
         def __init__(self, inner):
             self.encode_text = inner.encode_text
 
         def __call__(self, tokens, *, role, timestep, positions, attend):
             mean = tokens.mean(-1, keepdim=True)
-            k = mean[:, None].expand(-1, 2, -1, 8).contiguous()
+            k = mean[:, None].expand(-1, 2, -1, 16).contiguous()
+            v = mean[:, None].expand(-1, 2, -1, 32).contiguous()
             for layer in range(2):
-                attend(layer, k.repeat_interleave(2, 1), k, k[..., :6].contiguous())
+                attend(layer, k.repeat_interleave(2, 1), k, v)
             return torch.zeros(*tokens.shape[:2], TOKEN_WIDTH)
 
     class Halves:

@@ -167,3 +167,7 @@ def test_segments_of_ones_own_are_maximal_too():
     segments = Segments(**runs | {"length": [2, 0, 5]})
     assert rows(segments) == [(0, 0, 0, 0, 7)]
     assert segments.length.dtype == np.int64
+    mine = np.array([4])
+    segments = Segments(**ONE | {"length": mine})
+    mine[0] = 9
+    assert segments.tokens == 4, "the arrays are copied"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from kv_core import DtypeError, KVFormat, RolloutStateError, ShapeError, SpecError
 from kv_rollout import ChunkRollout, SlotState, plan_memory
-from rollout_toy import ToyModel, ToyNetwork, toy_geometry, toy_inputs
+from rollout_toy import V_DIM, ToyModel, ToyNetwork, toy_geometry, toy_inputs
 
 
 def rollout_with(network: object, **options) -> ChunkRollout:
@@ -30,7 +30,7 @@ class Bent(ToyNetwork):
     def __call__(self, tokens, *, role, timestep, positions, attend):
         def bent(layer, q, k, v):
             if self.how == "skips a layer" and layer == 1:
-                return torch.zeros(*q.shape[:3], 6)
+                return torch.zeros(*q.shape[:3], V_DIM)
             if self.how == "wide keys":
                 k = torch.cat([k, k], -1)
             if self.how == "double values":
@@ -50,7 +50,7 @@ class Bent(ToyNetwork):
     [
         ("text layers", ShapeError, "L=2 layers, got 1"),
         ("skips a layer", RolloutStateError, r"never attended in layers \[1\]"),
-        ("wide keys", ShapeError, "k of layer 0 must be .* D=8, got D=16"),
+        ("wide keys", ShapeError, "k of layer 0 must be .* D=16, got D=32"),
         ("double values", DtypeError, "v of layer 0"),
         ("few keys", ShapeError, "N=6, got N=5"),
         ("narrow velocity", ShapeError, r"velocity of shape \[1, 24, 12\], got \[1, 24, 11\]"),
@@ -106,8 +106,8 @@ def test_an_int8_memory_is_smaller_than_half():
         rollout_with(ToyNetwork(), frames=65, history_frames=48, memory_format=format_)
         for format_ in (None, KVFormat.INT8)
     )
-    # widths 8 and 6 with one FP32 scale each: 22 bytes where FP32 takes 56
-    assert int8.states[0].cache.nbytes * 56 == floating.states[0].cache.nbytes * 22
+    # widths 16 and 32 with one FP32 scale each: 56 bytes where FP32 takes 192
+    assert int8.states[0].cache.nbytes * 192 == floating.states[0].cache.nbytes * 56
 
 
 def test_control_frames_beyond_the_clip_are_refused():

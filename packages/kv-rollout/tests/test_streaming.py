@@ -1,7 +1,9 @@
 """Hour-long rollouts: nothing grows once memory is full."""
 
 import gc
+import itertools
 import tracemalloc
+from resource import RUSAGE_SELF, getrusage
 
 import torch
 from kv_rollout import ChunkRollout, SlotState
@@ -47,23 +49,24 @@ def test_e17_two_thousand_chunks_hold_no_more_than_twenty():
     for _ in range(steady):
         trace, _ = rollout.step()
     held = rollout.nbytes
+    traced: list[int] = []
     pointers = [part.data_ptr() for layer in rollout.states[0].cache.buffers() for part in layer]
-    masks = None
-    tracemalloc.start()
-    try:
-        for chunk in range(steady, 2_000):
-            trace, _ = rollout.step()
-            assert trace.start == 1 + 3 * (chunk - 1)
-            assert trace.masks_built == 0 and trace.compiles == 0
-            if chunk in (300, 1_999):
-                gc.collect()
-                now = tracemalloc.get_traced_memory()[0]
-                if masks is None:
-                    masks = now
-                else:
-                    assert now < masks + 20_000, "host memory grew"
-    finally:
-        tracemalloc.stop()
+    for chunk in range(steady, 2_000):
+        if chunk == steady + 50:
+            tracemalloc.start()
+        if chunk in range(steady + 60, steady + 361, 100):
+            gc.collect()
+            traced.append(tracemalloc.get_traced_memory()[0])
+        if chunk == steady + 360:
+            tracemalloc.stop()
+            resident = getrusage(RUSAGE_SELF).ru_maxrss
+        trace, _ = rollout.step()
+        assert trace.start == 1 + 3 * (chunk - 1)
+        assert trace.masks_built == 0 and trace.compiles == 0
+    # what grows with every chunk grows in each hundred; pools of small objects do not
+    growth = [after - before for before, after in itertools.pairwise(traced)]
+    assert len(growth) == 3 and min(growth) < 2_000, "host memory grows by 20 bytes per chunk"
+    assert getrusage(RUSAGE_SELF).ru_maxrss < 1.02 * resident, "the process grew"
     assert rollout.nbytes == held
     assert len(rollout.trace) <= 4
     now = [part.data_ptr() for layer in rollout.states[0].cache.buffers() for part in layer]

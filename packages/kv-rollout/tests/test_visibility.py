@@ -275,6 +275,11 @@ def test_a_window_holds_whole_frames_and_its_edge():
     assert window(0.29995, 0.1) == 3 and window(0.2998, 0.1) == 2
     assert window(0, 1.0) == 0 and window(0.99, 1.0) == 0 and window(1, 1) == 1
     assert window(1e9, 0.1) == 10**10
+    assert window(1e300, 1e-300) == 2**62, "longer than any clip"
+    q = frame_segments(GEOMETRY, R.CLEAN, 2, 9)
+    longest = Visibility(scope="decomposed", window_frames=2**62)
+    past = (q.frame[None] <= q.frame[:, None]) | (q.view[None] == q.view[:, None])
+    assert np.array_equal(segment_table(q, q, longest), past & (q.step[None] <= q.step[:, None]))
 
 
 def test_given_frames_see_targets_that_are_flagged_whatever_their_step():

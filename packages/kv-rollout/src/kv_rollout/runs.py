@@ -359,7 +359,7 @@ def seconds(rollout: ChunkRollout) -> float:
 def versions() -> dict[str, str]:
     """Return the versions of everything that a result depends on."""
     found = {"python": python_version()}
-    for name in ("kv-core", "kv-kernels", "kv-rollout", "torch", "numpy"):
+    for name in ("kv-core", "kv-kernels", "kv-rollout", "torch", "numpy", "av"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

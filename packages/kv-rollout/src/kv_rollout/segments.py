@@ -30,7 +30,7 @@ class TokenRole(IntEnum):
 class Segments:
     """A stream of tokens as runs of tokens that are alike; one entry of each array is one run.
 
-    Empty runs are dropped and neighbours that are alike are merged when the object is made.
+    The arrays are copied, empty runs dropped, and neighbours that are alike merged.
 
     Attributes:
         sample: int64 ``[n]``, the sequence a run belongs to; -1 for padding.
@@ -57,7 +57,7 @@ class Segments:
 
     def __post_init__(self) -> None:
         """Check the arrays, drop empty runs and merge neighbours that are alike."""
-        arrays = {name: np.asarray(getattr(self, name)) for name in _NAMES}
+        arrays = {name: np.array(getattr(self, name)) for name in _NAMES}
         for name, array in arrays.items():
             if array.shape != arrays["length"].shape or array.ndim != 1:
                 shapes = {name: array.shape for name, array in arrays.items()}

@@ -79,7 +79,8 @@ class Visibility:
         if seconds < 0:
             raise SpecError(f"the time window must be at least 0 seconds, got {seconds:g}")
         per_frame = check_positive("seconds_per_frame", seconds_per_frame)
-        frames = math.floor((seconds + _WINDOW_SLACK) / per_frame)
+        # a quotient past what FP64 and int64 hold is longer than any clip
+        frames = math.floor(min((seconds + _WINDOW_SLACK) / per_frame, 2.0**62))
         return cls(pattern=pattern, scope=scope, window_frames=frames)
 
 

@@ -95,10 +95,10 @@ def attend(
             out, lse = variant(q, k, v, mask.table, mask.q_segment, mask.kv_segment, *mask.blocks)
     except FailOnRecompileLimitHit as error:
         raise CapacityError(
-            f"flex compiled attention of {N} queries with {k.shape[2]} keys and other lengths "
-            f"{_compiled[variant.__name__]} times, which is all that "
-            "torch._dynamo.config.recompile_limit allows; raise it, pad to fewer lengths, or use "
-            "backend='torch'"
+            f"flex may not compile for {N} queries and {k.shape[2]} keys: after "
+            f"{_compiled[variant.__name__]} compilation(s) for this format and mask block, "
+            "torch._dynamo.config.recompile_limit is reached; raise it, pad to fewer lengths, or "
+            "use backend='torch'"
         ) from error
     if out.stride() != output_stride(q, v_dim):
         out = empty_output(q, v_dim).copy_(out)

@@ -23,8 +23,8 @@ def tile_options(
 ) -> tuple[tuple[str, Any], ...]:
     """Return flex kernel options for one format, head size and mask block.
 
-    torch's own choice stands wherever it is tuned and divides every block; it does neither adapt to
-    small blocks nor know values wider than keys.
+    torch's own choice stands where it is tuned and divides every block. It does not adapt to small
+    blocks, and does not know of values wider than keys.
     """
     # exact products for FP32 whatever torch.set_float32_matmul_precision says; no split over keys,
     # whose tile grows with the number of queries and then no longer divides the block
