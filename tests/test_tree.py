@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ["kv-core", "kv-kernels", "kv-rollout"]
-LARGEST = 8_000_000  # bytes; weights and clips live in git only while they are small
+LARGEST = 9_000_000  # bytes; weights and clips live in git only while they are small
 # In pieces, so that this file does not hold what it looks for.
 HOSTS = ("files.python" + "hosted.org", "pypi" + ".org/", "download.py" + "torch.org")
 SETTINGS = ("index-" + "url", "/sim" + "ple/", 'registry = "' + "http")

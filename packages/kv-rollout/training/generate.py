@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from kv_rollout.geometry import ClipGeometry, ar_chunk_ranges, control_chunk_ranges
 from kv_rollout.latents import patchify, unpatchify
 from kv_rollout.positions import caption_mrope_ids, chunk_mrope_ids, vision_temporal_offset
+from kv_rollout.reference import ReferenceModel
 from kv_rollout.reference.network import ReferenceNetwork
 from kv_rollout.reference.views import (
     PATCH,
@@ -32,7 +33,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from synthetic import FilmMaker
 
-SCHEDULE = (1.0, 0.9, 0.75, 0.5)
+SCHEDULE = ReferenceModel.default_schedule
 _VISIBILITY = Visibility(pattern="causal", scope="all_views", window_frames=None)
 
 

@@ -36,7 +36,7 @@ class ReferenceModel:
     """
 
     latent_channels = 3
-    default_schedule: tuple[float, ...] = (1.0, 0.9, 0.75, 0.5)
+    default_schedule: tuple[float, ...] = (1.0, 0.95, 0.9, 0.8)
     default_sample_type: SampleType = "ode"
     position_limit: float | None = 65536.0  # FP32 positions are exact to 1/256 of a frame below it
 
