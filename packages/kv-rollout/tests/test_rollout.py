@@ -346,6 +346,30 @@ def test_e19_shapes_branches_and_addresses_repeat_from_the_warmup_chunk_on(given
     assert changes <= 2
 
 
+def test_e14_positions_stay_absolute_and_keys_are_rotated_once():
+    """E14: a sink frame, a short window, six tokens per frame, frame 1,000."""
+    geometry = toy_geometry(1_001, views=1, patch_h=2, frames_per_chunk=1)
+    rollout = ChunkRollout(
+        ToyModel(), geometry=geometry, history_frames=3, token_frames=2, fps=24.0,
+        **toy_inputs(geometry),
+    )  # fmt: skip
+    (state,) = rollout.states
+    (region,) = [region for region in state.cache.regions if region.name == "given"]
+
+    def sink() -> list[torch.Tensor]:
+        pairs = state.cache.buffers()
+        return [part[:, :, region.start : region.end].clone() for pair in pairs for part in pair]
+
+    first = sink()
+    for _ in range(12):
+        trace, _ = rollout.step()
+    assert trace.evicted == (9, 10) and trace.position_policy == "absolute"
+    assert all(torch.equal(a, b) for a, b in zip(first, sink(), strict=True))
+    setup = rollout._branches[0].setup
+    near, far = (setup.positions(at, at + 1, torch.device("cpu"))[0] for at in (0, 1_000))
+    assert (far - near).unique().tolist() == [1_000.0]
+
+
 def test_memory_that_grows_to_the_end_is_never_steady():
     assert toy_rollout(frames=17).warmup_chunks == 3
 

@@ -46,6 +46,8 @@ class ChunkTrace:
     ``memory_tokens`` were valid while it was denoised, ``padding_tokens`` were slot space that held
     nothing; ``evicted`` is the range of frames that its commit pushed out; ``masks_built`` and
     ``masks_reused`` count the noisy and clean masks; ``compiles`` counts attention kernels.
+    ``position_policy`` says how positions go on after an eviction: absolute ones never change, and
+    keys are rotated once, when they are written.
     """
 
     index: int
@@ -61,6 +63,7 @@ class ChunkTrace:
     masks_reused: int
     compiles: int
     clock: PhaseClock | tuple[float, float, float]
+    position_policy: str = "absolute"
 
     @property
     def phase_ms(self) -> tuple[float, float, float]:
