@@ -1,7 +1,8 @@
 """What the three packages promise: checked-in lists of names, docstrings, versions, wheels.
 
 After a wanted change of a public name or signature, write the lists anew and commit them:
-``.venv/bin/python tests/test_public_surface.py`` (``./dev demo`` makes ``.venv``).
+``.venv/bin/python tests/test_public_surface.py`` (``./dev demo`` makes ``.venv``;
+``.tools/bin/uv pip install --python .venv/bin/python pytest`` puts pytest there).
 """
 
 import enum

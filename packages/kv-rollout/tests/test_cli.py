@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -38,6 +39,14 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     about = {"config": json.dumps(asdict(config))}
     save_file(network.state_dict(), folder / "tiny.safetensors", about)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _in_the_foreground() -> Iterator[None]:
+    """A background job begins with SIGINT ignored, and so would every run in here."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

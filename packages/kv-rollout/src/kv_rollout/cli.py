@@ -368,7 +368,7 @@ def _command() -> str:
     if called.name == "__main__.py":
         return f"{shlex.quote(_short(Path(sys.executable)))} -m kv_rollout"
     found = shutil.which(called.name)
-    if found is not None and os.path.samefile(found, called):
+    if found is not None and (not called.exists() or os.path.samefile(found, called)):
         return called.name
     return shlex.quote(_short(called))
 
