@@ -152,6 +152,7 @@ def summarize(
         "gain_over_emptied": both([f["psnr"] - e["psnr"] for f, e in pairs], min),
         "colour_error": both([f["colour"] for f in whole], max),
         "emptied_colour_error": both([f["colour"] for f in empty], max),
+        "grey_colour_error": round(baseline["colour"], 4),
         "colour_ratio": both([f["colour"] / e["colour"] for f, e in pairs], max),
         "int8_loss": both([f["psnr"] - n["psnr"] for f, n in zip(whole, narrow, strict=True)], max),
     }
