@@ -8,6 +8,7 @@ memory is empty, as it is before the window is full.
 """
 
 import argparse
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,11 +121,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     points: list[dict[str, Any]] = []
     with torch.inference_mode():
-        for name, chunk in CHUNKS[args.device].items():
-            for scope in ("all", "same"):
+        for at, (name, chunk) in enumerate(CHUNKS[args.device].items()):
+            dtypes = [torch.bfloat16] if args.device == "cuda" else []
+            if at == 0:
+                dtypes.append(torch.float32)
+            for scope, dtype in itertools.product(("all", "same"), dtypes):
                 found = points_of(name, chunk, scope, dtype, args)
                 show(found)
                 points += found

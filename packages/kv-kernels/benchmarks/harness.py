@@ -16,7 +16,12 @@ _FLUSH_BYTES = 256 << 20  # several times the largest L2
 
 
 def measure(
-    runs: Mapping[str, Callable[[], object]], *, device: str, repeats: int, warmup: int = 3
+    runs: Mapping[str, Callable[[], object]],
+    *,
+    device: str,
+    repeats: int,
+    warmup: int = 3,
+    seconds: float = 2.0,
 ) -> dict[str, dict[str, float]]:
     """Time each function ``repeats`` times, in turns, so that drift meets all of them alike.
 
@@ -26,19 +31,30 @@ def measure(
         runs: Functions by name.
         device: "cuda" or "cpu".
         repeats: Timed calls of each.
-        warmup: Calls of each before that, which also compile.
+        warmup: Calls of each before that, which also compile; one where a call takes long.
+        seconds: A function that takes longer in all is timed fewer times, but once at least.
 
     Returns:
-        For each name the median and the 20th and 80th percentile, in milliseconds.
+        For each name the median and the 20th and 80th percentile, in milliseconds, and the number
+        of timed calls.
     """
-    for run in runs.values():
-        for _ in range(warmup):
-            run()
     flush = torch.empty(_FLUSH_BYTES if device == "cuda" else 0, dtype=torch.int8, device=device)
+
+    def time_once(run: Callable[[], object]) -> float:
+        return _time_cuda(run, flush) if device == "cuda" else _time_cpu(run)
+
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
+    calls = {}
+    for name, run in runs.items():
+        run()
+        once = time_once(run)
+        calls[name] = max(1, min(repeats, int(seconds * 1e3 / once)))
+        for _ in range(warmup - 2 if calls[name] == repeats else 0):
+            run()
+    for turn in range(repeats):
         for name, run in runs.items():
-            times[name].append(_time_cuda(run, flush) if device == "cuda" else _time_cpu(run))
+            if turn < calls[name]:
+                times[name].append(time_once(run))
     return {name: _summary(taken) for name, taken in times.items()}
 
 
@@ -64,6 +80,7 @@ def _summary(taken: list[float]) -> dict[str, float]:
         "median_ms": statistics.median(ordered),
         "p20_ms": ordered[len(ordered) // 5],
         "p80_ms": ordered[len(ordered) * 4 // 5],
+        "calls": len(ordered),
     }
 
 

@@ -32,6 +32,12 @@ def test_chosen_tiles_divide_every_block_and_fit(
 
 def test_products_of_fp32_are_exact_and_keys_are_never_split() -> None:
     options = dict(tile_options((9, 0), torch.float32, 64, 64, (128, 128)))
+    assert options["FLOAT32_PRECISION"] == "'ieee'" and options["BACKEND"] == "TRITON"
+    assert options["BLOCK_M"] == 32  # a taller tile would spill
+
+
+def test_the_choice_of_torch_stands_where_it_is_tuned() -> None:
+    options = dict(tile_options((9, 0), torch.bfloat16, 64, 64, (128, 128)))
     assert options == {"FLOAT32_PRECISION": "'ieee'", "BACKEND": "TRITON"}
 
 
