@@ -17,6 +17,7 @@ KINDS = {
     "StaleHandleError": RuntimeError,
     "FrozenError": RuntimeError,
     "DoubleFree": RuntimeError,
+    "BlockLeak": RuntimeError,
     "SharedBlockError": RuntimeError,
     "RollbackTooDeep": RuntimeError,
     "RolloutStateError": RuntimeError,

@@ -4,7 +4,19 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from kv_core import AliasError, FixedSlotKVCache, KVFormat, SlotRegion, quantize_int8
+from kv_core import (
+    AliasError,
+    FixedSlotKVCache,
+    KVFormat,
+    KVLayer,
+    KVSpec,
+    SequenceTable,
+    SlotRegion,
+    quantize_fp8,
+    quantize_int8,
+    quantize_mxfp4,
+    quantize_nvfp4,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -80,3 +92,65 @@ def test_a_shift_inside_one_buffer_is_right() -> None:
     )
     assert torch.equal(k[0, 3, :3999, 63].cpu(), torch.arange(1.0, 4000.0))
     assert torch.equal(v[0, 0, :3999, 0].cpu(), torch.arange(96.0, 4095.0))
+
+
+@pytest.mark.parametrize("quantize", [quantize_fp8, quantize_mxfp4, quantize_nvfp4])
+def test_fp8_and_fp4_equal_the_cpu_s_bit_for_bit(quantize: Callable, raw: Callable) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4096, 192, generator=generator) * torch.logspace(-38, 30, 4096)[:, None]
+    x[::97, 3], x[::101, 5], x[::103] = float("nan"), float("inf"), 0
+    for here, there in zip(quantize(x), quantize(x.cuda()), strict=True):
+        assert raw(here) == raw(there)
+
+
+@pytest.mark.parametrize("is_paged", [True, False], ids=["paged", "contiguous"])
+@pytest.mark.parametrize("v_format", [KVFormat.FP16, KVFormat.INT8], ids=lambda f: f.name)
+def test_a_table_and_its_layers_do_what_they_do_on_a_cpu_and_never_wait(
+    v_format: KVFormat, is_paged: bool, raw: Callable, no_waiting: None
+) -> None:
+    spec = KVSpec(kv_heads=2, head_dim=24, block_size=4, format=KVFormat.INT8, v_format=v_format)
+    seen = []
+    for device in ("cpu", "cuda"):
+        torch.cuda.set_sync_debug_mode("default")
+        if is_paged:
+            layers = [KVLayer.paged(spec, blocks=40, device=device) for _ in range(2)]
+            table = SequenceTable(layers, sequences=4, max_blocks=8)
+        else:
+            make = KVLayer.contiguous
+            layers = [make(spec, sequences=6, capacity=32, device=device) for _ in range(2)]
+            table = SequenceTable(layers, sequences=4)
+        g = torch.Generator().manual_seed(0)
+        drawn = [torch.randn(2, 16, 2, 24, generator=g).to(device) for _ in range(3)]
+        addresses = [tensor.data_ptr() for layer in layers for tensor in layer.tensors().values()]
+        torch.cuda.set_sync_debug_mode("error")
+        for at, work in enumerate(({"a": 7, "b": 9}, {"b": 2, "c": 5, "a": 1}, {"d": 1, "a": 1})):
+            if at == 2:
+                table.fork("a", "d")  # a shared block that is not full: the step copies it
+            step = table.append(work, pad_tokens=16, pad_sequences=4)
+            for layer in layers:
+                layer.write(*drawn[at], step.slots)
+        torch.cuda.set_sync_debug_mode("default")
+        assert addresses == [
+            tensor.data_ptr() for layer in layers for tensor in layer.tensors().values()
+        ]
+        table.check()
+        seen.append(
+            [raw(tensor) for layer in layers for tensor in layer.tensors().values()]
+            + [raw(getattr(step, name)) for name in ("slots", "positions", "block_table")]
+        )
+    assert seen[0] == seen[1]
+
+
+def test_b14_growth_clears_before_anyone_can_write() -> None:
+    spec = KVSpec(kv_heads=8, head_dim=128, format=KVFormat.FP16)
+    layer = KVLayer.contiguous(spec, sequences=64, capacity=64, device="cuda")
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        assert layer.ensure_capacity(4096)
+        rows = torch.ones(64, 8, 128, dtype=torch.float16, device="cuda")
+        slots = torch.arange(64, device="cuda") * layer.block_size + 4095
+        layer.write(rows, rows, slots)
+        k, v = layer.read(slots)
+    side.synchronize()
+    assert (k == 1).all() and (v == 1).all()
+    assert not layer.read(slots - 1)[0].any()

@@ -10,7 +10,7 @@ from torch import Tensor
 from kv_core.disjoint import check_disjoint, overlaps
 from kv_core.errors import DtypeError, KVError, ShapeError, SpecError
 
-__all__ = ["check_disjoint", "check_int", "check_tensor", "overlaps"]
+__all__ = ["check_disjoint", "check_int", "check_owned", "check_tensor", "overlaps"]
 
 
 def check_tensor(
@@ -79,6 +79,21 @@ def check_tensor(
 
 def _same_device(got: torch.device, wanted: torch.device) -> bool:
     return got.type == wanted.type and wanted.index in (None, got.index)
+
+
+def check_owned(name: str, tensor: Tensor) -> None:
+    """Check that storage the caller hands over can be written from anywhere.
+
+    Raises:
+        SpecError: It was made in inference mode, or requires grad.
+    """
+    if tensor.is_inference():
+        raise SpecError(
+            f"{name} must not be an inference tensor, got one made under torch.inference_mode(), "
+            "which nothing outside of it may write; allocate it under torch.no_grad() instead"
+        )
+    if tensor.requires_grad:
+        raise SpecError(f"{name} must not require grad, got requires_grad=True; pass its .detach()")
 
 
 def check_int(

@@ -61,6 +61,10 @@ class DoubleFree(KVError, RuntimeError):
     """A block was freed that is not in use."""
 
 
+class BlockLeak(KVError, RuntimeError):
+    """A block is held by an owner that is gone, or the counts of a pool do not add up."""
+
+
 class SharedBlockError(KVError, RuntimeError):
     """A block that several sequences share was about to be written."""
 

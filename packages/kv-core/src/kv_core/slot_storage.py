@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from kv_core.checks import check_disjoint, check_int, check_tensor
+from kv_core.checks import check_disjoint, check_int, check_owned, check_tensor
 from kv_core.codecs.int8 import quantize_int8
 from kv_core.disjoint import Footprint, detached_from
 from kv_core.errors import DtypeError, ShapeError, SnapshotError, SpecError
@@ -133,17 +133,7 @@ class SlotStorage:
                 device=self.devices[2 * layer],
                 hint=f"S is the capacity, {self.capacity}, and the rest is as in the prefill",
             )
-            if tensor.is_inference():
-                raise SpecError(
-                    f"{name} of the storage must not be an inference tensor, got one made under "
-                    "torch.inference_mode(), which nothing outside of it may write; allocate it "
-                    "under torch.no_grad() instead"
-                )
-            if tensor.requires_grad:
-                raise SpecError(
-                    f"{name} of the storage must not require grad, got requires_grad=True; pass "
-                    "its .detach()"
-                )
+            check_owned(f"{name} of the storage", tensor)
             named.append((name, tensor))
         check_disjoint(named)
 
