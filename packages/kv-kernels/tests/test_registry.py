@@ -12,8 +12,9 @@ from kv_core.errors import NoKernelError
 from kv_core.spec import KVFormat
 from kv_kernels import registry
 from kv_kernels.__main__ import main
+from kv_kernels.ops.paged_decode_attention import varlen
 from kv_kernels.ops.slot_attention import flex
-from kv_kernels.registry import ROWS, Query, Row, explain, find, load
+from kv_kernels.registry import ROWS, Query, Row, explain, find, format_pair, load
 
 CPU = Query(
     op="slot_attention",
@@ -37,7 +38,9 @@ def _backend(function: Callable[..., Any]) -> str:
     return next(row.backend for row in ROWS if load(row.target) is function)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.op}-{row.k_format.name}-{row.backend}")
+@pytest.mark.parametrize(
+    "row", ROWS, ids=lambda r: f"{r.op}-{format_pair(r.k_format, r.v_format)}-{r.backend}"
+)
 def test_every_row_names_a_function_and_a_rule_that_answers(row: Row) -> None:
     assert callable(load(row.target))
     for query in (CPU, CUDA):
@@ -63,14 +66,14 @@ REFUSALS = {
     "an unknown backend": (
         CPU,
         "cuda",
-        "no kernel runs slot_attention for BF16 on cpu (bfloat16 queries, D 128, Dv 128) with "
-        "backend 'cuda': there is no 'cuda' row; flex (CUDA) needs a CUDA device, got cpu; torch "
-        "could run it; flex could run it",
+        "no kernel runs slot_attention for BF16 on cpu (bfloat16, D 128) with backend "
+        "'cuda': there is no 'cuda' row; flex (CUDA) needs a CUDA device, got cpu; torch could run "
+        "it; flex could run it",
     ),
     "D17, a large head": (
         replace(CUDA, k_dim=512, v_dim=512),
         "flex",
-        "no kernel runs slot_attention for BF16 on cuda 9.0 (bfloat16 queries, D 512, Dv 512) with "
+        "no kernel runs slot_attention for BF16 on cuda 9.0 (bfloat16, D 512) with "
         "backend 'flex': flex (CUDA) takes D from 16 to 256, got 512; torch could run it; flex "
         "(CPU) needs the CPU, got cuda",
     ),
@@ -97,7 +100,7 @@ REFUSALS = {
     "formats without a row": (
         replace(CPU, k_format=KVFormat.FP16, v_format=KVFormat.INT8),
         None,
-        "no kernel runs slot_attention for FP16/INT8 on cpu (bfloat16 queries, D 128, Dv 128): "
+        "no kernel runs slot_attention for FP16/INT8 on cpu (bfloat16, D 128): "
         "rows exist for FP32, FP16, BF16, INT8",
     ),
     "an unknown operation": (replace(CPU, op="fly"), None, "the table has no such operation"),
@@ -140,7 +143,7 @@ def test_an_answer_is_remembered_and_logged_once(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.INFO, "kv_kernels"):
         assert find(CPU) is find(CPU)
     assert [record.getMessage() for record in caplog.records] == [
-        "slot_attention for BF16 on cpu (bfloat16 queries, D 128, Dv 128): uses torch "
+        "slot_attention for BF16 on cpu (bfloat16, D 128): uses torch "
         "(flex (CUDA) needs a CUDA device, got cpu)"
     ]
 
@@ -168,13 +171,55 @@ def test_an_error_inside_a_row_is_not_a_reason_to_try_another(
     find.cache_clear()
 
 
+def test_a_query_names_values_of_another_size() -> None:
+    assert str(replace(CPU, v_dim=5)) == "slot_attention for BF16 on cpu (bfloat16, D 128, Dv 5)"
+
+
+PAGED = ("append", "paged_write", "paged_decode_attention", "gather")
+
+
+@pytest.mark.parametrize("op", PAGED)
+def test_every_pair_with_int8_on_either_side_has_its_rows(op: str) -> None:
+    floats = (KVFormat.FP32, KVFormat.FP16, KVFormat.BF16)
+    pairs = [(f, f) for f in KVFormat]
+    pairs += [pair for f in floats for pair in ((f, KVFormat.INT8), (KVFormat.INT8, f))]
+    for pair in pairs:
+        rows = [row for row in ROWS if (row.op, row.k_format, row.v_format) == (op, *pair)]
+        backends = [row.backend for row in rows if row.backend != "varlen"]
+        assert backends == ["triton", "torch", "triton"]
+        assert [row.backend for row in rows][1:2] == ["varlen"] or len(rows) == 3
+
+
+def test_torchs_own_paged_attention_is_refused_until_it_ran_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    query = replace(CUDA, op="paged_decode_attention")
+    assert varlen.missing_parameters() == () or "block_table" in varlen.missing_parameters()
+    monkeypatch.setattr(varlen, "missing_parameters", lambda: ())
+    assert varlen.rejects(query) == "is not yet checked against the torch row on a GPU"
+    monkeypatch.setattr(varlen, "missing_parameters", lambda: ("seqused_k", "block_table"))
+    assert varlen.rejects(query) == (
+        "needs a newer torch: varlen_attn has no seqused_k, block_table"
+    )
+
+
 def test_the_table_can_be_read_at_a_hundred_columns(capsys: pytest.CaptureFixture[str]) -> None:
     main()
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
-    text = "\n".join(lines)
+    verdicts: dict[tuple[str, str], list[list[str]]] = {}  # (op, formats) -> [backend, …, verdict]
+    op, labels = "", []
+    for line in filter(None, lines[2:]):
+        indent, words = len(line) - len(line.lstrip()), line.split()
+        if indent == 0:
+            op = line
+        elif indent == 2:
+            labels = [word.rstrip(",") for word in words]
+        elif indent == 4:
+            for label in labels:
+                verdicts.setdefault((op, label), []).append(words)
     for row in ROWS:
-        assert row.op in text and row.k_format.name in text and row.backend in text
-    assert sum(line.endswith(" used") for line in lines) == len(
-        {(row.op, row.k_format, row.v_format) for row in ROWS}
-    )
+        label = format_pair(row.k_format, row.v_format)
+        said = verdicts[row.op, label]
+        assert row.backend in [words[0] for words in said]
+        assert [words[-1] for words in said].count("used") == 1

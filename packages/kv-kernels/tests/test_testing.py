@@ -5,17 +5,25 @@ import math
 import pytest
 import torch
 from kv_core.fixed_slot import LayerKV
+from kv_core.spec import KVFormat, KVSpec
 from kv_kernels.testing import (
     LAYOUTS,
+    STORAGES,
     assert_within_budget,
     attention_oracle,
     error_budget,
     exact_values,
     largest_error,
+    make_layer,
+    make_step,
+    paged_attention_oracle,
     quantized,
     random_layer,
     random_mask,
+    random_paged,
     random_tensor,
+    split_qkv_norm_rope_oracle,
+    storage_bytes,
 )
 
 
@@ -105,3 +113,59 @@ def test_a_random_mask_leaves_queries_empty_only_when_asked(empty: bool) -> None
         seen = mask.dense().any(1)
         assert mask.dense().shape == (20, 30)
         assert bool(seen.all()) is not empty and bool(seen[-1])
+
+
+def test_the_paged_oracle_agrees_with_attention_worked_out_by_hand() -> None:
+    """Keys 1, 0 and 9 in blocks of two; a window of one; a cap; a token of padding."""
+    layer = make_layer(KVSpec(kv_heads=1, head_dim=1, block_size=2, format=KVFormat.FP32), 3)
+    layer.k[2, :, 0, 0], layer.v[2, :, 0, 0] = torch.tensor([[1.0, 0.0], [10.0, 20.0]])
+    layer.k[0, 0], layer.v[0, 0] = 9.0, 90.0
+    step = make_step([[2, 0]], [3], [2], 2, pad_tokens=1)
+    q = torch.tensor([2.0, 0.0, 5.0])[:, None, None]
+    e = math.exp(1.0)
+    out, lse = paged_attention_oracle(q, layer, step, scale=0.5)
+    assert out.flatten().tolist() == pytest.approx([(10 * e + 20) / (e + 1), 40.0, 0.0], rel=1e-14)
+    assert lse.flatten().tolist() == pytest.approx([math.log(e + 1), math.log(3), -math.inf])
+    out, _ = paged_attention_oracle(q, layer, step, scale=0.5, window_left=1)
+    assert out.flatten().tolist() == pytest.approx([(10 * e + 20) / (e + 1), 55.0, 0.0], rel=1e-14)
+    e = math.exp(0.1 * math.tanh(1.0 / 0.1))
+    out, _ = paged_attention_oracle(q, layer, step, scale=0.5, softcap=0.1)
+    assert out[0].item() == pytest.approx((10 * e + 20) / (e + 1), rel=1e-14)
+
+
+def test_the_oracle_of_norm_and_rope_agrees_with_what_is_worked_out_by_hand() -> None:
+    """Case D03, and a norm before the rotation."""
+    qkv = torch.tensor([[1.0, 2.0, 3.0, 4.0] * 3])
+    turn = torch.zeros(1, 2), torch.ones(1, 2), torch.zeros(1, dtype=torch.int64)
+    sizes = {"kv_heads": 1, "head_dim": 4}
+    weight = torch.tensor([1.0, 1.0, 2.0, 1.0])
+    for style, wanted in (("half", [-3, -4, 1, 2]), ("interleaved", [-2, 1, -4, 3])):
+        q, k, v = split_qkv_norm_rope_oracle(
+            qkv, weight, None, *turn, **sizes, rope=style, eps=22.5
+        )
+        assert k.flatten().tolist() == wanted and v.flatten().tolist() == [1, 2, 3, 4]
+        # the mean of the squares is 7.5, so the norm divides by the root of 30
+        scaled = [x * (2 if abs(x) == 3 else 1) / math.sqrt(30) for x in wanted]
+        assert q.flatten().tolist() == pytest.approx(scaled, rel=1e-14)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("fmt", [KVFormat.BF16, KVFormat.INT8], ids=lambda fmt: fmt.name)
+def test_a_random_layer_holds_garbage_wherever_nothing_is_stored(
+    storage: str, fmt: KVFormat
+) -> None:
+    spec = KVSpec(kv_heads=2, head_dim=8, block_size=4, format=fmt)
+    layer, step = random_paged(
+        spec, [6, 0, 3], [1, 0, 3], generator=torch.Generator().manual_seed(0), storage=storage
+    )
+    k, _ = layer.read(torch.arange(layer.capacity))
+    stored = k.isfinite().all(-1).all(-1)
+    assert stored.sum() == 9 and bool(stored[step.slots].all())
+    assert k.isnan().sum() == (layer.capacity - 9) * 16
+    assert step.null_block and not stored[:4].any()
+    assert len(storage_bytes(layer)) == len(layer.tensors())
+
+
+def test_a_storage_or_layout_that_does_not_exist_is_named() -> None:
+    with pytest.raises(ValueError, match="storage must be one of NHD, HND, packed, padded"):
+        make_layer(KVSpec(kv_heads=1, head_dim=1, format=KVFormat.FP32), 1, storage="NDH")

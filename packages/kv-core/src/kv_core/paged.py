@@ -27,7 +27,7 @@ def write_rows(cache: Tensor, scale: Tensor | None, rows: Tensor, slots: Tensor)
     stored = (slots >= 0) & (slots < P * N)
     # tokens that store nothing repeat what the first that does stores, or what slot 0 holds: so
     # the shapes are fixed and no live row is ever written with anything but its own value
-    first = stored.long().argmax()
+    first = stored.long().argmax().view(1)  # without an axis, indexing with it would wait
     slots = torch.where(stored, slots, slots[first] * stored[first])
     block, offset = slots // N, slots % N
     encoded = (

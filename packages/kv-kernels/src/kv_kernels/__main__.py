@@ -2,44 +2,62 @@
 
 import platform
 import textwrap
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from kv_core.spec import KVFormat
 
-from kv_kernels.registry import ROWS, Query, explain
+from kv_kernels.registry import ROWS, Query, explain, format_pair
 
 _WIDTH = 100
-_COLUMNS = (16, 8, 8)  # op, format, backend; the verdict takes the rest
+_INDENT = 4
+_BACKEND = 10  # width of a backend's column; the verdict takes the rest
+
+Verdicts = tuple[tuple[str, str], ...]  # (backend, verdict), in order of priority
 
 
 def main() -> None:
     """Print the table for a call of the usual size: D 128, mask blocks of 128."""
-    print(_machine(), end="\n\n")
-    print(_line("op", "format", "backend", "on this machine"))
-    shown = ""
-    for op, k_format, v_format in dict.fromkeys((r.op, r.k_format, r.v_format) for r in ROWS):
-        label = k_format.name if k_format is v_format else f"{k_format.name}/{v_format.name}"
-        used: set[str] = set()
-        for row, reason in explain(_usual_query(op, k_format, v_format)):
-            verdict = f"no: {reason}" if reason else "used" if not used else "on request"
-            if verdict == "on request" and row.backend in used:
-                continue
-            if reason is None:
-                used.add(row.backend)
-            print(_line("" if shown == op else op, label, row.backend, verdict))
-            shown, label = op, ""
+    print(_machine())
+    print("Formats of keys/values: one name where both are the same.")
+    for op in dict.fromkeys(row.op for row in ROWS):
+        print(f"\n{op}")
+        # formats that are served alike stand together
+        alike: dict[Verdicts, list[str]] = {}
+        for k_format, v_format in dict.fromkeys(
+            (r.k_format, r.v_format) for r in ROWS if r.op == op
+        ):
+            verdicts = tuple(_verdicts(_usual_query(op, k_format, v_format)))
+            alike.setdefault(verdicts, []).append(format_pair(k_format, v_format))
+        for verdicts, formats in alike.items():
+            print(_wrapped(", ".join(formats), " " * (_INDENT // 2), " " * (_INDENT // 2)))
+            for backend, verdict in verdicts:
+                head = " " * _INDENT + f"{backend:<{_BACKEND}}"
+                print(_wrapped(verdict, head, " " * len(head)))
+
+
+def _verdicts(query: Query) -> Iterator[tuple[str, str]]:
+    """Say of each row whether it is used, could be asked for, or cannot run."""
+    able: set[str] = set()
+    for row, reason in explain(query):
+        if reason is not None:
+            yield row.backend, f"no: {reason}"
+        elif row.backend not in able:
+            yield row.backend, "on request" if able else "used"
+            able.add(row.backend)
 
 
 def _usual_query(op: str, k_format: KVFormat, v_format: KVFormat) -> Query:
     is_cuda = torch.cuda.is_available()
+    floating = [fmt.dtype for fmt in (k_format, v_format) if not fmt.is_quantized]
     return Query(
         op=op,
         k_format=k_format,
         v_format=v_format,
         device="cuda" if is_cuda else "cpu",
         capability=torch.cuda.get_device_capability() if is_cuda else None,
-        dtype=torch.bfloat16 if k_format.is_quantized else k_format.dtype,
+        dtype=floating[0] if floating else torch.bfloat16,
         k_dim=128,
         v_dim=128,
         block_size=(128, 128),
@@ -61,12 +79,8 @@ def _version(distribution: str) -> str:
         return "(not installed)"
 
 
-def _line(op: str, kv_format: str, backend: str, verdict: str) -> str:
-    cells = zip((op, kv_format, backend), _COLUMNS, strict=True)
-    head = "".join(f"{cell:<{width}}" for cell, width in cells)
-    return textwrap.fill(
-        verdict, _WIDTH, initial_indent=head, subsequent_indent=" " * sum(_COLUMNS)
-    )
+def _wrapped(text: str, head: str, indent: str) -> str:
+    return textwrap.fill(text, _WIDTH, initial_indent=head, subsequent_indent=indent)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -27,20 +28,22 @@ class Query:
     v_format: KVFormat
     device: str  # device type, "cpu" or "cuda"
     capability: tuple[int, int] | None = None  # CUDA compute capability, None elsewhere
-    dtype: torch.dtype  # of the queries and the output
+    dtype: torch.dtype  # of queries or other activations, or of what is gathered
     k_dim: int  # D of queries and keys
     v_dim: int  # D of values
     group: int = 1  # G, query heads that share a key/value head
     block_size: tuple[int, int] | None = None  # (query, key) tokens of a mask block
     lse: bool = False  # the log-sum-exp is wanted too
+    unit_stride: bool = True  # the elements of each last axis lie next to each other
 
     def __str__(self) -> str:
         where = self.device
         if self.capability is not None:
             where += " {}.{}".format(*self.capability)
+        heads = f"D {self.k_dim}" + (f", Dv {self.v_dim}" if self.v_dim != self.k_dim else "")
         return (
-            f"{self.op} for {_formats(self.k_format, self.v_format)} on {where} "
-            f"({str(self.dtype).removeprefix('torch.')} queries, D {self.k_dim}, Dv {self.v_dim})"
+            f"{self.op} for {format_pair(self.k_format, self.v_format)} on {where} "
+            f"({str(self.dtype).removeprefix('torch.')}, {heads})"
         )
 
 
@@ -71,18 +74,54 @@ def _runs_anywhere(query: Query) -> None:
     """Reject nothing."""
 
 
-_SLOT = "kv_kernels.ops.slot_attention"
+_OPS = "kv_kernels.ops"
+_SLOT = f"{_OPS}.slot_attention"
+_HALVES = (KVFormat.FP16, KVFormat.BF16)
+_FLOATS = (KVFormat.FP32, *_HALVES)
+_SAME = tuple((kv_format, kv_format) for kv_format in KVFormat)
+_MIXED = tuple(pair for f in _FLOATS for pair in ((f, KVFormat.INT8), (KVFormat.INT8, f)))
 
-# The order is the priority. Compiled flex stands on both sides of torch: on CUDA it is the default,
-# on the CPU it has to be asked for, because compiling costs more there than it saves.
+
+def _slot_rows() -> Iterator[Row]:
+    """Compiled flex stands on both sides of torch.
+
+    On CUDA it is the default; on the CPU it has to be asked for, because compiling costs more there
+    than it saves.
+    """
+    for k_format, v_format in _SAME:
+        for backend, module, rejects in (
+            ("flex", "flex", _rule(f"{_SLOT}.flex:rejects_cuda")),
+            ("torch", "reference", _runs_anywhere),
+            ("flex", "flex", _rule(f"{_SLOT}.flex:rejects_cpu")),
+        ):
+            target = f"{_SLOT}.{module}:attend"
+            yield Row("slot_attention", k_format, v_format, backend, target, rejects)
+
+
+def _paged_rows(op: str, pairs: Sequence[tuple[KVFormat, KVFormat]]) -> Iterator[Row]:
+    """Triton stands on both sides of torch: its interpreter is for tests, and has to be asked for.
+
+    An operation without a cache (``split_qkv_norm_rope``) has the format of its activations.
+    """
+    for k_format, v_format in pairs:
+        triton = partial(Row, op, k_format, v_format, "triton", f"{_OPS}.{op}.triton:run")
+        yield triton(_rule("kv_kernels.triton_rules:rejects_cuda"))
+        if op == "paged_decode_attention" and k_format is v_format and k_format in _HALVES:
+            rule = _rule(f"{_OPS}.{op}.varlen:rejects")
+            target = "torch.nn.attention.varlen:varlen_attn"
+            yield Row(op, k_format, v_format, "varlen", target, rule)
+        yield Row(op, k_format, v_format, "torch", f"{_OPS}.{op}.reference:run", _runs_anywhere)
+        yield triton(_rule("kv_kernels.triton_rules:rejects_interpreted"))
+
+
+# The order is the priority.
 ROWS: list[Row] = [
-    Row("slot_attention", kv_format, kv_format, backend, f"{_SLOT}.{module}:attend", rejects)
-    for kv_format in KVFormat
-    for backend, module, rejects in (
-        ("flex", "flex", _rule(f"{_SLOT}.flex:rejects_cuda")),
-        ("torch", "reference", _runs_anywhere),
-        ("flex", "flex", _rule(f"{_SLOT}.flex:rejects_cpu")),
-    )
+    *_slot_rows(),
+    *_paged_rows("split_qkv_norm_rope", tuple((f, f) for f in _FLOATS)),
+    *_paged_rows("append", _SAME + _MIXED),
+    *_paged_rows("paged_write", _SAME + _MIXED),
+    *_paged_rows("paged_decode_attention", _SAME + _MIXED),
+    *_paged_rows("gather", _SAME + _MIXED),
 ]
 
 
@@ -130,7 +169,7 @@ def _chosen(chosen: Row, answers: list[tuple[Row, str | None]]) -> str:
 def _refusal(query: Query, backend: str | None, answers: list[tuple[Row, str | None]]) -> str:
     asked = str(query) + (f" with backend {backend!r}" if backend is not None else "")
     if not answers:
-        known = {_formats(r.k_format, r.v_format): None for r in ROWS if r.op == query.op}
+        known = {format_pair(r.k_format, r.v_format): None for r in ROWS if r.op == query.op}
         have = f"rows exist for {', '.join(known)}" if known else "the table has no such operation"
         return f"no kernel runs {asked}: {have}"
     reasons = [f"{row.backend} {reason or 'could run it'}" for row, reason in answers]
@@ -139,5 +178,6 @@ def _refusal(query: Query, backend: str | None, answers: list[tuple[Row, str | N
     return f"no kernel runs {asked}: " + "; ".join(reasons)
 
 
-def _formats(k_format: KVFormat, v_format: KVFormat) -> str:
+def format_pair(k_format: KVFormat, v_format: KVFormat) -> str:
+    """Name the formats of keys and values, or of rows and keys; once where they are the same."""
     return k_format.name if k_format is v_format else f"{k_format.name}/{v_format.name}"

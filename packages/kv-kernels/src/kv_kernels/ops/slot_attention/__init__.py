@@ -7,6 +7,7 @@ from kv_core.fixed_slot import LayerKV, QuantizedLayerKV
 from kv_core.spec import KVFormat
 from torch import Tensor
 
+from kv_kernels.library import capability, register
 from kv_kernels.masks import SegmentMask
 from kv_kernels.ops.slot_attention.inputs import check_inputs
 from kv_kernels.ops.slot_attention.parts import Mask, Part, empty_output
@@ -85,7 +86,7 @@ def slot_attention(
     inputs = check_inputs(q, chunk, mask, text, memory, scale)
     # on the CPU only flex reads block lists, so nobody builds them for the torch row
     blocks = _block_lists(mask) if q.is_cuda or backend == "flex" else []
-    out, lse = torch.ops.kv_kernels.slot_attention(
+    out, lse = _op(
         q, *inputs.text[:2], *inputs.chunk[:2], *inputs.memory,
         mask.table, mask.q_segment, mask.kv_segment, blocks, list(mask.block_size),
         inputs.scale, inputs.format.name, inputs.format.name, backend, return_lse,
@@ -131,7 +132,7 @@ def _run(
         k_format=KVFormat[k_format],
         v_format=KVFormat[v_format],
         device=q.device.type,
-        capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
+        capability=capability(q.device),
         dtype=q.dtype,
         k_dim=q.shape[3],
         v_dim=chunk_v.shape[3],
@@ -153,14 +154,12 @@ def _fake(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return empty_output(q, chunk_v.shape[3]), q.new_empty(shape, dtype=torch.float32)
 
 
-_library = torch.library.Library("kv_kernels", "FRAGMENT")
-_library.define(
+_op = register(
     "slot_attention(Tensor q, Tensor? text_k, Tensor? text_v, Tensor chunk_k, Tensor chunk_v, "
     "Tensor? memory_k, Tensor? memory_v, Tensor? memory_k_scale, Tensor? memory_v_scale, "
     "Tensor table, Tensor q_segment, Tensor kv_segment, Tensor[] blocks, int[] block_size, "
     "float scale, str k_format, str v_format, str? backend, bool return_lse) -> "
     "(Tensor out, Tensor lse)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    _run,
+    _fake,
 )
-_library.impl("slot_attention", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("kv_kernels::slot_attention", _fake, lib=_library)

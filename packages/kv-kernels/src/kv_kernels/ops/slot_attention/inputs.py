@@ -1,18 +1,16 @@
 """What a call of slot_attention is given, checked once and taken apart."""
 
-import math
 from typing import NamedTuple
 
 import torch
 from kv_core.checks import check_tensor
-from kv_core.errors import DtypeError, NoKernelError, ShapeError, SpecError
+from kv_core.errors import DtypeError, ShapeError
 from kv_core.fixed_slot import LayerKV, QuantizedLayerKV
 from kv_core.spec import KVFormat
 from torch import Tensor
 
+from kv_kernels.library import FLOATS, checked_scale, refuse_grad
 from kv_kernels.masks import SegmentMask
-
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Sides(NamedTuple):
@@ -51,7 +49,7 @@ def check_inputs(
         NoKernelError: An input requires grad.
     """
     check_tensor("q", q, "B Hq N D", {})
-    if q.dtype not in _FLOATS:
+    if q.dtype not in FLOATS:
         raise DtypeError(f"q must be float32, float16 or bfloat16, got {q.dtype}; convert it")
     B, Hq, _, D = q.shape
     k, v = _floating("chunk", chunk)
@@ -76,9 +74,9 @@ def check_inputs(
         _check_part("memory", memory_sides, q, sizes)
     lengths = [0 if x is None else x.shape[2] for x in (text_sides.k, k, memory_sides.k)]
     _check_mask(mask, q, lengths)
-    _refuse_grad([q, k, v, *text_sides, *memory_sides])
+    refuse_grad("slot_attention", [q, k, v, *text_sides, *memory_sides])
     kv_format = KVFormat.of(k.dtype if memory_sides.k is None else memory_sides.k.dtype)
-    return Inputs(text_sides, Sides(k, v), memory_sides, kv_format, _checked_scale(scale, D))
+    return Inputs(text_sides, Sides(k, v), memory_sides, kv_format, checked_scale(scale, D))
 
 
 def _floating(name: str, pair: LayerKV) -> tuple[Tensor, Tensor]:
@@ -135,21 +133,3 @@ def _check_mask(mask: SegmentMask, q: Tensor, lengths: list[int]) -> None:
             f"mask must be on {q.device}, got {mask.table.device}; build it with "
             f"device='{q.device}'"
         )
-
-
-def _refuse_grad(tensors: list[Tensor | None]) -> None:
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        raise NoKernelError(
-            "no kernel of slot_attention has a backward pass, and an input requires grad; call it "
-            "under torch.no_grad() or pass detached tensors"
-        )
-
-
-def _checked_scale(scale: float | None, head_size: int) -> float:
-    if scale is None:
-        return float(head_size**-0.5)
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise DtypeError(f"scale must be a number, got {type(scale).__name__}; pass a float")
-    if not math.isfinite(scale):
-        raise SpecError(f"scale must be finite, got {scale}; leave it out for D ** -0.5")
-    return float(scale)

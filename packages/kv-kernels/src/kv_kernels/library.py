@@ -1,0 +1,76 @@
+"""The torch library of this package: how operations are registered, and what they all refuse."""
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from kv_core.errors import DtypeError, NoKernelError, SpecError
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+_library = torch.library.Library("kv_kernels", "FRAGMENT")
+
+
+def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Register an operation of the library ``kv_kernels`` and return its overload.
+
+    Args:
+        schema: ``name(arguments) -> results``; what is written is declared as ``Tensor(a!)``.
+        run: Runs the operation on any device.
+        fake: Returns empty results of the right shapes, for ``torch.compile``.
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"kv_kernels::{name}", fake, lib=_library)
+    return getattr(torch.ops.kv_kernels, name).default
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the CUDA compute capability of a device, None for any other kind."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def refuse_grad(op: str, tensors: Iterable[Tensor | None]) -> None:
+    """Refuse inputs that a backward pass would have to reach.
+
+    Raises:
+        NoKernelError: Gradients are on and a tensor requires one.
+    """
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise NoKernelError(
+            f"no kernel of {op} has a backward pass, and an input requires grad; call it "
+            "under torch.no_grad() or pass detached tensors"
+        )
+
+
+def check_number(name: str, value: object, hint: str, *, minimum: float = -math.inf) -> float:
+    """Return ``value`` as a float if it is a finite number of at least ``minimum``.
+
+    Raises:
+        DtypeError: Not a number.
+        SpecError: Not finite, or too small.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise DtypeError(f"{name} must be a number, got {type(value).__name__}; pass a float")
+    if not math.isfinite(value):
+        raise SpecError(f"{name} must be finite, got {value}; {hint}")
+    if value < minimum:
+        raise SpecError(f"{name} must be at least {minimum:g}, got {value}; {hint}")
+    return float(value)
+
+
+def checked_scale(scale: float | None, head_size: int) -> float:
+    """Return the factor of the scores, ``D ** -0.5`` by default.
+
+    Raises:
+        DtypeError: Not a number.
+        SpecError: Not finite.
+    """
+    if scale is None:
+        return float(head_size**-0.5)
+    return check_number("scale", scale, "leave it out for D ** -0.5")
