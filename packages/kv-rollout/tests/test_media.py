@@ -314,3 +314,16 @@ def test_importing_it_loads_no_codec():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("set()\n", "")
+
+
+def test_the_same_frames_make_the_same_file_whatever_memory_held_before(tmp_path: Path) -> None:
+    ramp = np.linspace(0, 255, 324, dtype=np.float32)[None, None, :, None]
+    frames = np.stack([np.broadcast_to(ramp, (1, 120, 324, 3))[0] + 9 * i for i in range(8)])
+    frames = (frames % 256).astype(np.uint8)
+    files = set()
+    for run in range(8):
+        used = [np.full(324 * 180 + 999 * run * i, run, np.uint8) for i in range(20)]
+        del used
+        media.write_mp4(tmp_path / "clip.mp4", frames, 8)
+        files.add((tmp_path / "clip.mp4").read_bytes())
+    assert len(files) == 1
