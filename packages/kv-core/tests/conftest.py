@@ -1,11 +1,15 @@
 """What the tests of kv-core share: reading every byte of an object, and building layers."""
 
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from kv_core import FixedSlotKVCache
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))  # oracles lie beside the tests
 
 Layers = list[tuple[Tensor, Tensor]]
 

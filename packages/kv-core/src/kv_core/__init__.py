@@ -39,6 +39,19 @@ from kv_core.errors import (
     UnknownRequest,
 )
 from kv_core.fixed_slot import FixedSlotKVCache, LayerKV, QuantizedLayerKV, SlotRegion
+from kv_core.hybrid.handle import LayerCacheHandle
+from kv_core.hybrid.keys import KeyFormat, KeyTensors
+from kv_core.hybrid.manager import KVCacheManager
+from kv_core.hybrid.ops import HybridOps
+from kv_core.hybrid.paged_pool import PagedKVPool
+from kv_core.hybrid.reference import TorchOps
+from kv_core.hybrid.rows import RowFormat, RowTensors
+from kv_core.hybrid.snapshots import HybridSnapshot, PrefixHit
+from kv_core.hybrid.spec import Compression, HybridSpec
+from kv_core.hybrid.state_pool import StateCachePool
+from kv_core.hybrid.stats import HybridStats
+from kv_core.hybrid.step import HybridStep, KindStep
+from kv_core.hybrid.views import ClassicalView, IndexerView, SWAView
 from kv_core.layer import KVLayer
 from kv_core.sequences import SequenceTable
 from kv_core.snapshot import load, save, spec_hash
@@ -51,24 +64,42 @@ __all__ = [
     "BlockAllocator",
     "BlockLeak",
     "CapacityError",
+    "ClassicalView",
+    "Compression",
     "DoubleFree",
     "DtypeError",
     "FixedSlotKVCache",
     "FrozenError",
+    "HybridOps",
+    "HybridSnapshot",
+    "HybridSpec",
+    "HybridStats",
+    "HybridStep",
+    "IndexerView",
+    "KVCacheManager",
     "KVError",
     "KVFormat",
     "KVLayer",
     "KVSegmentLayout",
     "KVSpec",
+    "KeyFormat",
+    "KeyTensors",
+    "KindStep",
+    "LayerCacheHandle",
     "LayerKV",
     "LayerKindError",
     "NoKernelError",
     "OutOfBlocks",
     "OutOfSlots",
+    "PagedKVPool",
+    "PrefixHit",
     "QuantizedLayerKV",
     "RingTooSmall",
     "RollbackTooDeep",
     "RolloutStateError",
+    "RowFormat",
+    "RowTensors",
+    "SWAView",
     "SequenceTable",
     "ShapeError",
     "SharedBlockError",
@@ -76,8 +107,10 @@ __all__ = [
     "SnapshotError",
     "SpecError",
     "StaleHandleError",
+    "StateCachePool",
     "Step",
     "TokenWindow",
+    "TorchOps",
     "UnknownRequest",
     "allocate_kv_arena",
     "check_disjoint",

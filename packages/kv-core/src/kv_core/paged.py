@@ -4,6 +4,8 @@ A slot is ``block * block_size + offset``. No function here waits for the device
 depends on values.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -11,35 +13,49 @@ from kv_core.codecs.int8 import dequantize_int8, quantize_int8
 
 
 @torch.no_grad()
+def scatter_rows(storage: Sequence[Tensor], values: Sequence[Tensor], slots: Tensor) -> None:
+    """Store ``values[...][t]`` at ``slots[t]``; a slot outside the storage stores nothing.
+
+    Bytes are moved as they are, FP8 through a view of bytes, for not every indexing op takes it.
+
+    Args:
+        storage: ``[P, N, ...]`` each, any strides; written.
+        values: ``[T, ...]`` of the same dtypes.
+        slots: ``[T]`` INT32 or INT64. Where two tokens share a slot, either may stay.
+    """
+    if not slots.shape[0] or not storage[0].numel():
+        return
+    P, N = storage[0].shape[:2]
+    slots = slots.long()
+    stored = (slots >= 0) & (slots < P * N)
+    # tokens that store nothing repeat what the first that does stores, or what slot 0 holds: so the
+    # shapes are fixed and no live row is ever written with anything but its own value
+    # (an index of one element: indexing with a scalar one would wait for the device)
+    first = stored.long().argmax(0, keepdim=True)
+    slots = torch.where(stored, slots, slots[first] * stored[first])
+    block, offset = slots // N, slots % N
+    for target, rows in zip(storage, values, strict=True):
+        if target.dtype.itemsize == 1:
+            target, rows = target.view(torch.uint8), rows.view(torch.uint8)
+        keeps = stored.view(-1, *[1] * (rows.dim() - 1))
+        fallback = torch.where(keeps[first], rows[first], target[0, 0])
+        target[block, offset] = torch.where(keeps, rows, fallback)
+
+
+@torch.no_grad()
 def write_rows(cache: Tensor, scale: Tensor | None, rows: Tensor, slots: Tensor) -> None:
-    """Store ``rows[t]`` at ``slots[t]``; a slot outside the storage stores nothing.
+    """Store ``rows[t]`` at ``slots[t]``, quantised where there are scales; see ``scatter_rows``.
 
     Args:
         cache: ``[P, N, H, D]`` storage, any strides; written.
         scale: ``[P, N, H]`` FP32 where ``cache`` holds INT8 codes, else None; written.
         rows: ``[T, H, D]`` floating.
-        slots: ``[T]`` INT32 or INT64. Where two tokens share a slot, either may stay.
+        slots: ``[T]`` INT32 or INT64.
     """
-    P, N = cache.shape[:2]
-    if not rows.shape[0] or not cache.numel():
-        return
-    slots = slots.long()
-    stored = (slots >= 0) & (slots < P * N)
-    # tokens that store nothing repeat what the first that does stores, or what slot 0 holds: so
-    # the shapes are fixed and no live row is ever written with anything but its own value
-    first = stored.long().argmax().view(1)  # without an axis, indexing with it would wait
-    slots = torch.where(stored, slots, slots[first] * stored[first])
-    block, offset = slots // N, slots % N
-    encoded = (
-        [(cache, rows)]
-        if scale is None
-        else list(zip((cache, scale), quantize_int8(rows), strict=True))
-    )
-    for storage, values in encoded:
-        values = values.to(storage.dtype)
-        fallback = torch.where(stored[first], values[first], storage[0, 0])
-        keeps = stored.view(-1, *[1] * (values.dim() - 1))
-        storage[block, offset] = torch.where(keeps, values, fallback)
+    if scale is None:
+        scatter_rows([cache], [rows.to(cache.dtype)], slots)
+    elif rows.numel():
+        scatter_rows([cache, scale], quantize_int8(rows), slots)
 
 
 @torch.no_grad()
