@@ -36,8 +36,8 @@ class StepBuffers:
         """Allocate everything."""
         self._max_blocks = max_blocks
         # [cu_seqlens | context_lens | block_table], so that one copy brings all three
-        self._context_at = _aligned(sequences + 1)
-        self._table_at = self._context_at + _aligned(sequences)
+        self._context_at = aligned(sequences + 1)
+        self._table_at = self._context_at + aligned(sequences)
         self._image = np.zeros(self._table_at + sequences * max_blocks, np.int32)
         with torch.inference_mode(False):  # else nothing outside of it could rewrite them
             self._ints = torch.zeros(self._image.size, dtype=torch.int32, device=device)
@@ -99,9 +99,9 @@ class StepBuffers:
         slots[:T] += index % block_size
 
         step = self.step
-        step.slots = _bring(slots, self._slots)
-        step.positions = _bring(positions, self._positions)
-        ints = _bring(self._image[:table_end], self._ints)
+        step.slots = bring(slots, self._slots)
+        step.positions = bring(positions, self._positions)
+        ints = bring(self._image[:table_end], self._ints)
         step.cu_seqlens = ints[: num_sequences + 1]
         step.context_lens = ints[self._context_at : self._context_at + num_sequences]
         step.block_table = ints[self._table_at :].view(num_sequences, M)
@@ -110,13 +110,14 @@ class StepBuffers:
         return step
 
 
-def _bring(source: NDArray[np.integer], target: Tensor) -> Tensor:
-    """Copy to the front of ``target`` and return that part."""
+def bring(source: NDArray[np.integer], target: Tensor) -> Tensor:
+    """Copy to the front of ``target``, without waiting for its device, and return that part."""
     part = target[: source.size]
     # from pageable memory the driver stages the bytes before it returns: without a wait for the
     # device, and yet the host array may be rewritten at once
     return part.copy_(torch.from_numpy(source), non_blocking=True)
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """Return ``size`` rounded up to where the next part of a buffer may start."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT

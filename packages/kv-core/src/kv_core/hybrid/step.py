@@ -1,6 +1,5 @@
 """The index tensors of one forward pass: one set, shared by the handles of all layers."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,8 +11,8 @@ from torch import Tensor
 from kv_core.checks import check_int
 from kv_core.errors import SpecError
 from kv_core.hybrid.spec import HybridSpec
+from kv_core.step_buffers import aligned, bring
 
-_ALIGNMENT = 32  # elements between which parts start: kernels prefer aligned addresses
 _INT32 = 2**31
 
 
@@ -141,11 +140,11 @@ class HybridStepBuffers:
         self._at: dict[str, int] = {}
         end = 0
         for name in ("request_slots", "seq_start", "block_lens", *self._per_kind("entry_lens")):
-            self._at[name], end = end, end + _aligned(max_requests)
-        self._at["cu_tokens"], end = end, end + _aligned(max_requests + 1)
+            self._at[name], end = end, end + aligned(max_requests)
+        self._at["cu_tokens"], end = end, end + aligned(max_requests + 1)
         tokens = self._per_kind("tail_slot", "entry_slot", "vis", "closing")
         for name in ("request_ids", "positions", "ring_slot", *tokens):
-            self._at[name], end = end, end + _aligned(max_tokens)
+            self._at[name], end = end, end + aligned(max_tokens)
         self._table_at = end
         self._image = np.full(end + max_requests * max_blocks, -1, np.int32)
         with torch.inference_mode(False):  # else nothing outside of it could rewrite them
@@ -200,10 +199,7 @@ class HybridStepBuffers:
             self._put(f"vis.{ratio}", (position + 1) // ratio, T, 0)
             self._put(f"closing.{ratio}", found, _most_closings(T, B, ratio), -1)
             self._put(f"entry_lens.{ratio}", lengths // ratio, B, 0)
-        part = slice(0, self._table_at + B * self._max_blocks)
-        # from pageable memory the driver stages the bytes before it returns: without a wait for the
-        # device, and yet the host array may be rewritten at once
-        self._ints[part].copy_(torch.from_numpy(self._image[part]), non_blocking=True)
+        bring(self._image[: self._table_at + B * self._max_blocks], self._ints)
         return self._views(B, T, closings)
 
     def _put(self, name: str, values: NDArray[np.integer], size: int, padding: int) -> None:
@@ -254,7 +250,3 @@ def _newest(
 def _most_closings(T: int, B: int, ratio: int) -> int:
     # a run of n tokens closes at most n // ratio + 1 windows
     return min(T, T // ratio + B)
-
-
-def _aligned(size: int) -> int:
-    return math.ceil(size / _ALIGNMENT) * _ALIGNMENT
