@@ -208,16 +208,18 @@ def test_the_table_can_be_read_at_a_hundred_columns(capsys: pytest.CaptureFixtur
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
     verdicts: dict[tuple[str, str], list[list[str]]] = {}  # (op, formats) -> [backend, …, verdict]
-    op, labels = "", []
+    op, labels, before = "", [], 0
     for line in filter(None, lines[2:]):
         indent, words = len(line) - len(line.lstrip()), line.split()
         if indent == 0:
             op = line
         elif indent == 2:
-            labels = [word.rstrip(",") for word in words]
+            labels = [*labels, *words] if before == 2 else words
+            labels = [word.rstrip(",") for word in labels]
         elif indent == 4:
             for label in labels:
                 verdicts.setdefault((op, label), []).append(words)
+        before = indent
     for row in ROWS:
         label = format_pair(row.k_format, row.v_format)
         said = verdicts[row.op, label]

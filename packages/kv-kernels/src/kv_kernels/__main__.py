@@ -8,19 +8,26 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from kv_core.spec import KVFormat
 
-from kv_kernels.registry import ROWS, Query, explain, format_pair
+from kv_kernels.registry import ROWS, Format, Query, explain, format_pair
 
 _WIDTH = 100
 _INDENT = 4
 _BACKEND = 10  # width of a backend's column; the verdict takes the rest
+_HYBRID = (
+    "append_swa",
+    "append_tail",
+    "compress",
+    "flush_compression",
+    "hybrid_attention",
+)
 
 Verdicts = tuple[tuple[str, str], ...]  # (backend, verdict), in order of priority
 
 
 def main() -> None:
-    """Print the table for a call of the usual size: D 128, mask blocks of 128."""
+    """Print the table for a call of the usual size: D 128 or 512 (hybrid), mask blocks of 128."""
     print(_machine())
-    print("Formats of keys/values: one name where both are the same.")
+    print("Formats of keys/values, or of rows/indexer keys: one name where both are the same.")
     for op in dict.fromkeys(row.op for row in ROWS):
         print(f"\n{op}")
         # formats that are served alike stand together
@@ -48,9 +55,14 @@ def _verdicts(query: Query) -> Iterator[tuple[str, str]]:
             able.add(row.backend)
 
 
-def _usual_query(op: str, k_format: KVFormat, v_format: KVFormat) -> Query:
+def _usual_query(op: str, k_format: Format, v_format: Format) -> Query:
     is_cuda = torch.cuda.is_available()
-    floating = [fmt.dtype for fmt in (k_format, v_format) if not fmt.is_quantized]
+    floating = [
+        fmt.dtype
+        for fmt in (k_format, v_format)
+        if isinstance(fmt, KVFormat) and not fmt.is_quantized
+    ]
+    head_dim = 512 if op in _HYBRID else 128
     return Query(
         op=op,
         k_format=k_format,
@@ -58,8 +70,8 @@ def _usual_query(op: str, k_format: KVFormat, v_format: KVFormat) -> Query:
         device="cuda" if is_cuda else "cpu",
         capability=torch.cuda.get_device_capability() if is_cuda else None,
         dtype=floating[0] if floating else torch.bfloat16,
-        k_dim=128,
-        v_dim=128,
+        k_dim=head_dim,
+        v_dim=head_dim,
         block_size=(128, 128),
     )
 

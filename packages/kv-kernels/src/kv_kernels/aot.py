@@ -9,10 +9,13 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from kv_core.errors import SpecError
+from kv_core.hybrid.keys import KeyFormat, KeyTensors, key_widths
+from kv_core.hybrid.rows import RowFormat, RowTensors, row_widths
 from torch import Tensor
 
 from kv_kernels.launch import Launch
@@ -24,6 +27,7 @@ _POINTERS = {
     _FP16: "*fp16",
     _BF16: "*bf16",
     _INT8: "*i8",
+    torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -102,8 +106,106 @@ def _attend(
     )[2]  # fmt: skip
 
 
-def variants() -> Iterator[tuple[str, Launch]]:
+def _ids(*shape: int) -> Tensor:
+    return _empty(*shape, dtype=torch.int32)
+
+
+def _rows(fmt: RowFormat, outer: int, inner: int, D: int = 512, R: int = 64) -> RowTensors:
+    widths = row_widths(fmt, D, R, 64)
+    return RowTensors(*(_empty(outer, inner, w, dtype=dtype) for w, dtype in widths.values()))
+
+
+def _keys(fmt: KeyFormat, width: int = 128) -> KeyTensors:
+    widths = key_widths(fmt, width)
+    return KeyTensors(*(_empty(1024, 64, w, dtype=dtype) for w, dtype in widths.values()))
+
+
+def _append_swa(dtype: torch.dtype, fmt: RowFormat, T: int) -> list[Launch]:
+    from kv_kernels.ops.append_swa.triton import launch
+
+    rows, held = _empty(T, 512, dtype=dtype), _ids(64, 128)
+    return [launch(rows, _ids(T), _ids(T), _rows(fmt, 64, 128), held, fmt, 64)]
+
+
+def _append_tail(dtype: torch.dtype, T: int) -> list[Launch]:
+    from kv_kernels.ops.append_tail.triton import launch
+
+    value, tail = _empty(T, 1024, dtype=dtype), _empty(64, 8, 2, 1024, dtype=_FP32)
+    return [launch(value, value, _ids(T), tail)]
+
+
+def _compress(dtype: torch.dtype, D: int, ratio: int, *, overlap: bool) -> list[Launch]:
+    from kv_kernels.ops.compress.triton import launch
+
+    span, width = (2 * ratio, 2 * D) if overlap else (ratio, D)
+    value, weight, cos = (_empty(*shape, dtype=dtype) for shape in ((64, width), (D,), (4096, 32)))
+    tail = _empty(64, span, 2, width, dtype=_FP32)
+    return [
+        launch(
+            value, value, tail, weight, cos, cos, _ids(64), _ids(64), _ids(64), _ids(32), _ids(32),
+            1e-6, ratio, overlap,
+        )[1]
+    ]  # fmt: skip
+
+
+def _flush(row: RowFormat, key: KeyFormat | None, T: int) -> list[Launch]:
+    from kv_kernels.ops.flush_compression.triton import launch
+
+    entries, keys = _empty(T, 512, dtype=_FP32), _empty(T, 128, dtype=_FP32)
+    total = _empty(1, dtype=_FP32) if key is KeyFormat.NVFP4 else None
+    pool = _rows(row, 1024, 64)
+    if key is None:
+        return [launch(entries, None, _ids(T), pool, None, None, row, None, 64)]
+    return [launch(entries, keys, _ids(T), pool, _keys(key), total, row, key, 64)]
+
+
+def _index(
+    compute: tuple[int, int],
+    dtype: torch.dtype,
+    fmt: KeyFormat,
+    *,
+    columns: int = 512,
+    rounds: bool = False,
+) -> list[Launch]:
+    from kv_kernels.ops.indexer_topk.triton import launches
+
+    total = _empty(1, dtype=_FP32) if fmt is KeyFormat.NVFP4 else None
+    return list(
+        launches(
+            _empty(32, 64, 128, dtype=dtype), _empty(32, 64, dtype=dtype), _keys(fmt), total,
+            _ids(32, columns), _ids(32), _ids(32), 512, rounds, fmt,
+            compute,
+        )[2]
+    )  # fmt: skip
+
+
+def _hybrid(
+    compute: tuple[int, int],
+    dtype: torch.dtype,
+    fmt: RowFormat,
+    Hq: int,
+    k: int | None = 512,
+    *,
+    pooled: bool = True,
+) -> list[Launch]:
+    from kv_kernels.ops.hybrid_attention.triton import launches
+
+    T, B = 64, 32
+    cos = _empty(4096, 32, dtype=_FP32)
+    pool, table, vis, picked = _rows(fmt, 1024, 64), _ids(B, 512), _ids(T), _ids(T, k or 1)
+    return launches(
+        _empty(T, Hq, 512, dtype=dtype), _empty(T, 512, dtype=dtype), _empty(Hq, dtype=_FP32),
+        _rows(fmt, B, 128), _ids(B, 128), _ids(B), _ids(B), _ids(T), _ids(T),
+        pool if pooled else None, table if pooled else None, vis if pooled else None,
+        picked if pooled and k else None, cos, cos, 512**-0.5, 128, fmt, 64, False,
+        compute,
+    )[2]  # fmt: skip
+
+
+def variants(architecture: int = 90) -> Iterator[tuple[str, Launch]]:
     """Yield a name and a launch for every kernel, in the formats and sizes that differ most."""
+    compute = divmod(architecture, 10)
+    index, hybrid = partial(_index, compute), partial(_hybrid, compute)
     calls = {
         "paged_write bf16": _write(_BF16, _cache(_BF16, 16, 8, 128), 32, "half", T=8192),
         "paged_write bf16 to int8": _write(_BF16, _cache(_INT8, 16, 8, 128), 32, "half", T=8192),
@@ -123,11 +225,33 @@ def variants() -> Iterator[tuple[str, Launch]]:
             splits=0),
         "attention bf16 D256 soft cap": _attend(_BF16, _cache(_BF16, 64, 8, 256), 2, softcap=50.0),
         "attention fp32": _attend(_FP32, _cache(_FP32, 16, 4, 64), 7, queries=8),
+        "append_swa bf16 to fp8": _append_swa(_BF16, RowFormat.FP8, 8192),
+        "append_swa fp32": _append_swa(_FP32, RowFormat.FP32, 1),
+        "append_tail bf16": _append_tail(_BF16, 8192),
+        "compress bf16 ratio 4": _compress(_BF16, 512, 4, overlap=True),
+        "compress fp32 ratio 4 D128": _compress(_FP32, 128, 4, overlap=True),
+        "compress bf16 ratio 128": _compress(_BF16, 512, 128, overlap=False),
+        "flush_compression to fp8 and mxfp4": _flush(RowFormat.FP8, KeyFormat.MXFP4, 1),
+        "flush_compression to bf16 and nvfp4": _flush(RowFormat.BF16, KeyFormat.NVFP4, 8192),
+        "flush_compression to fp8": _flush(RowFormat.FP8, None, 64),
+        "indexer_topk bf16 over mxfp4": index(_BF16, KeyFormat.MXFP4),
+        "indexer_topk bf16 over mxfp4 rounded, 64k": index(
+            _BF16, KeyFormat.MXFP4, columns=1024, rounds=True
+        ),
+        "indexer_topk bf16 over nvfp4 rounded": index(_BF16, KeyFormat.NVFP4, rounds=True),
+        "indexer_topk fp32": index(_FP32, KeyFormat.FP32),
+        "hybrid_attention bf16 over fp8, 64 heads": hybrid(_BF16, RowFormat.FP8, 64),
+        "hybrid_attention bf16 over fp8, 128 heads, all entries": hybrid(
+            _BF16, RowFormat.FP8, 128, None
+        ),
+        "hybrid_attention bf16, 16 heads, window": hybrid(
+            _BF16, RowFormat.BF16, 16, pooled=False
+        ),
+        "hybrid_attention fp32": hybrid(_FP32, RowFormat.FP32, 8),
     }  # fmt: skip
     for name, found in calls.items():
-        for launch in found:
-            suffix = " merge" if len(found) > 1 and launch is found[1] else ""
-            yield name + suffix, launch
+        for part, launch in enumerate(found, 1):
+            yield name + (f" part {part}" if len(found) > 1 else ""), launch
 
 
 def source(launch: Launch) -> tuple[Any, dict[str, Any]]:
@@ -183,7 +307,7 @@ def main(arguments: list[str] | None = None) -> int:
             "Python again"
         )
     for architecture in architectures:
-        for name, launch in variants():
+        for name, launch in variants(architecture):
             start = time.perf_counter()
             compiled, options = source(launch)
             target = GPUTarget("cuda", architecture, 32)

@@ -14,7 +14,7 @@ _TINY = tl.constexpr(TINY)
 _ROUND = tl.constexpr(1.5 * 2**23)  # adding it leaves no place for a fraction
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _INF = tl.constexpr(float("inf"))
-_NAN = tl.constexpr(float("nan"))
+_E4M3_NAN = tl.constexpr(0x7F)
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def quantize_rows(x):
     codes = tl.minimum(tl.maximum(codes, -127.0), 127.0).to(tl.int8)
     scale = tl.div_rn(largest, tl.full(largest.shape, 127.0, tl.float32))
     scale = tl.where(live, scale, 0.0)
-    return codes, tl.where(bad == 0, scale, _NAN)
+    return codes, tl.where(bad == 0, scale, float("nan"))
 
 
 @triton.jit
@@ -129,3 +129,205 @@ def store_rows(
         tl.store(cache + d[None, :], codes, mask=in_row)
         scale += block * scale_p + offset * scale_n + head * scale_h
         tl.store(scale, scales, mask=is_stored)
+
+
+# --- FP8 and FP4: e4m3, E2M1 and power-of-two scales, all by their bits
+
+
+@triton.jit
+def round_bf16(x):
+    """Round to BF16 and return FP32."""
+    return widen(round_to(widen(x), tl.bfloat16))
+
+
+@triton.jit
+def power_byte(largest, MANTISSA: tl.constexpr, EXPONENT: tl.constexpr):
+    """Return the UE8M0 byte of the smallest power of two that makes the largest code enough.
+
+    Args:
+        largest: Positive, normal FP32.
+        MANTISSA: Bits behind the leading one of the largest code, as in FP32.
+        EXPONENT: Power of two that the largest code is below.
+    """
+    bits = largest.to(tl.int32, bitcast=True)
+    return (bits >> 23) + ((bits & 0x7FFFFF) > MANTISSA).to(tl.int32) + (1 - EXPONENT)
+
+
+@triton.jit
+def decode_ue8m0(byte):
+    """Return ``2^(byte - 127)``; 255 is NaN."""
+    byte = byte.to(tl.int32)
+    bits = tl.maximum(byte << 23, 0x400000)  # byte 0 is below the normal numbers
+    return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _inverse_power(byte):
+    """Return ``2^(127 - byte)`` for a byte from 1 to 253."""
+    return ((254 - byte) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _with_sign(x, bits):
+    """Return ``x``, which is not negative, with the highest of INT32 ``bits`` as its sign."""
+    return (x.to(tl.int32, bitcast=True) | (bits & -(2**31))).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def encode_e4m3(x):
+    """Return the code of each element within 448, halves to even; NaN has one code."""
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+    # the last place of 2^14 is 2^-9, that of the subnormal codes
+    small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - (141 << 23)
+    code = tl.where(size < 121 << 23, small, normal) | ((bits >> 24) & 0x80)
+    return tl.where(x == x, code, _E4M3_NAN).to(tl.uint8)
+
+
+@triton.jit
+def decode_e4m3(code, HAS_FP8: tl.constexpr):
+    """Return the FP32 value of each code.
+
+    Args:
+        code: UINT8.
+        HAS_FP8: Whether the device converts by itself.
+    """
+    if HAS_FP8 and not INTERPRETED:
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        bits = code.to(tl.int32)
+        size = bits & 0x7F
+        normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+        value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
+        value = tl.where(size == _E4M3_NAN, float("nan"), value)
+        return _with_sign(value, bits << 24)
+
+
+@triton.jit
+def encode_e2m1(x):
+    """Return the 4-bit code of each element as INT32, saturating; zero is never negative."""
+    size = tl.abs(x)
+    # a half rounds to the neighbour whose code is even, so every other border is inclusive
+    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32)
+    code += (size > 1.25).to(tl.int32) + (size >= 1.75).to(tl.int32)
+    code += (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32) + (size > 5.0).to(tl.int32)
+    return tl.where((x < 0) & (code > 0), code + 8, code)
+
+
+@triton.jit
+def decode_e2m1(code):
+    """Return the FP32 value of each 4-bit INT32 code."""
+    size = code & 7
+    normal = ((size << 22) + (126 << 23)).to(tl.float32, bitcast=True)
+    value = tl.where(size < 2, size.to(tl.float32) * 0.5, normal)
+    return _with_sign(value, code << 28)
+
+
+@triton.jit
+def quantize_fp8(x):
+    """Return e4m3 codes, and the UE8M0 byte of each group as INT32.
+
+    Args:
+        x: ``[rows, groups, channels]`` FP32, rounded to BF16; padding has to be zero.
+    """
+    is_finite = tl.abs(x) < _INF
+    largest = tl.max(tl.where(is_finite, tl.abs(x), 0.0), axis=2)
+    byte = power_byte(tl.maximum(largest, 1e-4), 0x600000, 9)
+    unit = x * _inverse_power(byte)[:, :, None]
+    unit = tl.minimum(tl.maximum(unit, -448.0), 448.0)
+    return encode_e4m3(tl.where(is_finite, unit, float("nan"))), byte
+
+
+@triton.jit
+def _finite_groups(x):
+    """Return which groups of ``[rows, groups, channels]`` have nothing but finite elements."""
+    return tl.max((tl.abs(x) < _INF).to(tl.int32) ^ 1, axis=2) == 0
+
+
+@triton.jit
+def quantize_mxfp4(x):
+    """Return E2M1 codes as INT32, and the UE8M0 byte of each group of 32 as INT32.
+
+    Args:
+        x: ``[rows, groups, 32]`` FP32, rounded to BF16; padding has to be zero.
+    """
+    is_finite = _finite_groups(x)
+    largest = tl.where(is_finite, tl.max(tl.abs(x), axis=2), 1.0)
+    byte = power_byte(tl.maximum(largest, 6 * 2.0**-126), 0x400000, 3)
+    unit = tl.where(is_finite[:, :, None], x * _inverse_power(byte)[:, :, None], 0.0)
+    return encode_e2m1(unit), tl.where(is_finite, byte, 255)
+
+
+@triton.jit
+def quantize_nvfp4(x, total):
+    """Return E2M1 codes as INT32, and the e4m3 scale of each group of 16 as UINT8.
+
+    Args:
+        x: ``[rows, groups, 16]`` FP32, rounded to BF16; padding has to be zero.
+        total: The scale of everything, a scalar.
+    """
+    is_finite = _finite_groups(x)
+    largest = tl.where(is_finite, tl.max(tl.abs(x), axis=2), 0.0)
+    wanted = tl.div_rn(largest, tl.full(largest.shape, 6.0, tl.float32) * total)
+    wanted = tl.minimum(tl.maximum(wanted, 0.001953125), 448.0)
+    stored = encode_e4m3(wanted)
+    unit = decode_e4m3(stored, False) * total
+    unit = tl.div_rn(x, tl.broadcast_to(unit[:, :, None], x.shape))
+    unit = tl.where(is_finite[:, :, None], unit, 0.0)
+    return encode_e2m1(unit), tl.where(is_finite, stored, _E4M3_NAN).to(tl.uint8)
+
+
+@triton.jit
+def pack_nibbles(codes):
+    """Return ``[rows, groups * channels / 2]`` UINT8, the even channel low, of INT32 codes."""
+    rows: tl.constexpr = codes.shape[0]
+    pairs: tl.constexpr = codes.shape[1] * codes.shape[2] // 2
+    low, high = tl.split(tl.reshape(codes, [rows, pairs, 2]))
+    return (low | (high << 4)).to(tl.uint8)
+
+
+@triton.jit
+def store_stored_rows(
+    rows, is_row, slot, codes, rope, scale, N,
+    codes_p, codes_n, rope_p, rope_n, scale_p, scale_n,
+    W: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Encode rows of a hybrid cache and store row i at ``slot[i]``.
+
+    Args:
+        rows: ``[rows]`` pointers to the first channels.
+        is_row: ``[rows]`` which are stored; others are not even read.
+        slot: ``[rows]`` INT64.
+        codes: ``[P, N, W]`` FP32, BF16 or UINT8.
+        rope: ``[P, N, R]`` or None.
+        scale: ``[P, N, SCALES]`` UINT8 or None.
+        N: Rows of a block.
+    """
+    block = slot // N
+    offset = slot - block * N
+    g = tl.arange(0, BLOCK_G)
+    j = tl.arange(0, BLOCK_J)
+    channel = (g * GROUP)[:, None] + j[None, :]
+    inside = (channel < W) & (j < GROUP)[None, :]
+    inside = is_row[:, None, None] & inside[None, :, :]
+    x = widen(tl.load(rows[:, None, None] + channel[None, :, :], mask=inside, other=0.0))
+    target = codes + block * codes_p + offset * codes_n
+    target = target[:, None, None] + channel[None, :, :]
+    if scale is None:
+        tl.store(target, round_to(x, codes.dtype.element_ty), mask=inside)
+    else:
+        coded, byte = quantize_fp8(round_bf16(x))
+        tl.store(target, coded, mask=inside)
+        byte = tl.where((g * GROUP < W)[None, :], byte, 0).to(tl.uint8)
+        at = scale + block * scale_p + offset * scale_n
+        tl.store(
+            at[:, None] + g[None, :], byte, mask=is_row[:, None] & (g < SCALES)[None, :]
+        )  # fmt: skip
+    if rope is not None:
+        r = tl.arange(0, BLOCK_R)
+        inside_r = is_row[:, None] & (r < R)[None, :]
+        x = widen(tl.load(rows[:, None] + (W + r)[None, :], mask=inside_r, other=0.0))
+        at = rope + block * rope_p + offset * rope_n
+        tl.store(at[:, None] + r[None, :], round_to(x, rope.dtype.element_ty), mask=inside_r)

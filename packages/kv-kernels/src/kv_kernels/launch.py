@@ -33,6 +33,18 @@ def power_of_two(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
 
 
+def as_bytes(tensor: Tensor | None) -> Tensor | None:
+    """Return FP8 as bytes, for older devices have no such type; others as they are."""
+    if tensor is None or tensor.dtype != torch.float8_e4m3fn:
+        return tensor
+    return tensor.view(torch.uint8)
+
+
+def has_fp8(capability: tuple[int, int] | None) -> bool:
+    """Whether a device of this compute capability, None for the interpreter, converts FP8."""
+    return capability is not None and capability >= (8, 9)
+
+
 def strides(tensor: Tensor | None, axes: int) -> tuple[int, ...]:
     """Return the first strides of a tensor, zeros where there is none."""
     return (0,) * axes if tensor is None else tensor.stride()[:axes]

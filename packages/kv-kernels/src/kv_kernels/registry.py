@@ -10,9 +10,13 @@ from typing import Any
 
 import torch
 from kv_core.errors import NoKernelError
+from kv_core.hybrid.keys import KeyFormat
+from kv_core.hybrid.rows import RowFormat
 from kv_core.spec import KVFormat
 
 log = logging.getLogger("kv_kernels")
+
+Format = KVFormat | RowFormat | KeyFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +28,8 @@ class Query:
     """
 
     op: str
-    k_format: KVFormat
-    v_format: KVFormat
+    k_format: Format  # of keys; of the rows or keys of a hybrid cache
+    v_format: Format  # of values; of the indexer keys that are stored beside rows
     device: str  # device type, "cpu" or "cuda"
     capability: tuple[int, int] | None = None  # CUDA compute capability, None elsewhere
     dtype: torch.dtype  # of queries or other activations, or of what is gathered
@@ -52,8 +56,8 @@ class Row:
     """One way to run one operation on one pair of storage formats."""
 
     op: str
-    k_format: KVFormat
-    v_format: KVFormat
+    k_format: Format
+    v_format: Format
     backend: str
     target: str  # "module:function", imported when first used
     rejects: Callable[[Query], str | None] = field(repr=False)  # why not, or None if it can
@@ -114,6 +118,21 @@ def _paged_rows(op: str, pairs: Sequence[tuple[KVFormat, KVFormat]]) -> Iterator
         yield triton(_rule("kv_kernels.triton_rules:rejects_interpreted"))
 
 
+_ROWS = tuple((row, row) for row in RowFormat)
+_KEYS = tuple((key, key) for key in KeyFormat)
+_TAILS = ((KVFormat.FP32, KVFormat.FP32),)  # what entries are made from is always FP32
+_FLUSHED = tuple((row, key) for row in RowFormat for key in (row, *KeyFormat))
+
+
+def _hybrid_rows(op: str, pairs: Sequence[tuple[Format, Format]]) -> Iterator[Row]:
+    """As for paged rows, Triton stands on both sides of torch."""
+    for k_format, v_format in pairs:
+        triton = partial(Row, op, k_format, v_format, "triton", f"{_OPS}.{op}.triton:run")
+        yield triton(_rule("kv_kernels.triton_rules:rejects_cuda"))
+        yield Row(op, k_format, v_format, "torch", f"{_OPS}.{op}.reference:run", _runs_anywhere)
+        yield triton(_rule("kv_kernels.triton_rules:rejects_interpreted"))
+
+
 # The order is the priority.
 ROWS: list[Row] = [
     *_slot_rows(),
@@ -122,6 +141,12 @@ ROWS: list[Row] = [
     *_paged_rows("paged_write", _SAME + _MIXED),
     *_paged_rows("paged_decode_attention", _SAME + _MIXED),
     *_paged_rows("gather", _SAME + _MIXED),
+    *_hybrid_rows("append_swa", _ROWS),
+    *_hybrid_rows("append_tail", _TAILS),
+    *_hybrid_rows("compress", _TAILS),
+    *_hybrid_rows("flush_compression", _FLUSHED),
+    *_hybrid_rows("indexer_topk", _KEYS),
+    *_hybrid_rows("hybrid_attention", _ROWS),
 ]
 
 
@@ -178,6 +203,6 @@ def _refusal(query: Query, backend: str | None, answers: list[tuple[Row, str | N
     return f"no kernel runs {asked}: " + "; ".join(reasons)
 
 
-def format_pair(k_format: KVFormat, v_format: KVFormat) -> str:
+def format_pair(k_format: Format, v_format: Format) -> str:
     """Name the formats of keys and values, or of rows and keys; once where they are the same."""
     return k_format.name if k_format is v_format else f"{k_format.name}/{v_format.name}"

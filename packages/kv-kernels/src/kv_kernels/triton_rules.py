@@ -11,6 +11,17 @@ from kv_core.spec import KVFormat
 from kv_kernels.registry import Query
 
 MAX_HEAD = 256
+MAX_ROW = 512  # D of a hybrid cache's rows
+MAX_INDEX_HEADS, MAX_INDEX = 128, 256  # heads and width of an indexer's queries
+
+_HYBRID = (
+    "append_swa",
+    "append_tail",
+    "compress",
+    "flush_compression",
+    "indexer_topk",
+    "hybrid_attention",
+)
 
 _VARIABLE = "TRITON_INTERPRET"
 _YES = ("1", "y", "yes", "on", "true")  # as Triton reads it
@@ -46,16 +57,34 @@ def rejects_interpreted(query: Query) -> str | None:
 
 
 def _limits(mode: str, query: Query) -> str | None:
-    if query.k_dim > MAX_HEAD:
-        return f"{mode} takes D up to {MAX_HEAD}, got {query.k_dim}"
     if not query.unit_stride:
         return f"{mode} needs the elements of the last axis next to each other, got another stride"
+    if query.op in _HYBRID:
+        return _hybrid_limits(mode, query)
+    if query.k_dim > MAX_HEAD:
+        return f"{mode} takes D up to {MAX_HEAD}, got {query.k_dim}"
     if query.op == "paged_decode_attention":
         for name, fmt in (("keys", query.k_format), ("values", query.v_format)):
             assert isinstance(fmt, KVFormat)
             if not fmt.is_quantized and fmt.dtype != query.dtype:
                 ours, theirs = (str(d).removeprefix("torch.") for d in (query.dtype, fmt.dtype))
                 return f"{mode} needs {name} in the dtype of the queries ({ours}), got {theirs}"
+    return None
+
+
+def _hybrid_limits(mode: str, query: Query) -> str | None:
+    if query.op == "indexer_topk":
+        if query.group > MAX_INDEX_HEADS:
+            return f"{mode} takes up to {MAX_INDEX_HEADS} indexer heads, got {query.group}"
+        if query.k_dim > MAX_INDEX:
+            return f"{mode} takes I up to {MAX_INDEX}, got {query.k_dim}"
+    elif query.op == "append_tail":
+        if query.k_dim > 2 * MAX_ROW:
+            return f"{mode} takes values up to {2 * MAX_ROW} wide, got {query.k_dim}"
+    elif query.k_dim > MAX_ROW:
+        return f"{mode} takes D up to {MAX_ROW}, got {query.k_dim}"
+    if query.op in ("compress", "hybrid_attention") and query.k_dim % 2:
+        return f"{mode} takes an even D, for channels are rotated in pairs, got {query.k_dim}"
     return None
 
 
