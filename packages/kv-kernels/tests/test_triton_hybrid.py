@@ -457,6 +457,10 @@ CASES: dict[str, dict[str, Any]] = {
         "head_dim": 512, "rope_dim": 64, "row_group": 64, "index_dim": 128, "k": 6,
         "contexts": [37], "new": [2],
     },
+    "FP32 of the published size": {
+        "head_dim": 512, "rope_dim": 64, "row_group": 64, "index_dim": 128, "k": 6,
+        "contexts": [37], "new": [2], "row_format": RowFormat.FP32, "dtype": torch.float32,
+    },
     "groups and rows that no power of two counts": {
         "head_dim": 46, "rope_dim": 10, "row_group": 12, "dtype": torch.float16, "k": 5,
         "index_dim": 32,

@@ -22,6 +22,7 @@ from kv_kernels.ops.hybrid_attention.tiles import choose_tile
 
 _LISTED = 4096  # picks among which the last is looked for
 _LOG2_E = tl.constexpr(math.log2(math.e))
+_PIECE = tl.constexpr(64)  # channels
 
 
 @triton.jit
@@ -51,6 +52,23 @@ def _load_rows(
         last = tl.load(rope[:, None] + j[None, :], mask=in_rope, other=0)
         x = tl.where((g == GROUPS)[None, :, None], operand(last, DTYPE)[:, None, :], x)
     return tl.reshape(x, [n, BLOCK_G * BLOCK_J])
+
+
+@triton.jit
+def _scores(queries, rows, IS_BF16: tl.constexpr):
+    """Return the products ``[m, n]`` of all queries and rows.
+
+    FP32 adds up 64 channels at a time: in one go, each channel added would round a sum of all.
+    """
+    m: tl.constexpr = queries.shape[0]
+    n: tl.constexpr = rows.shape[0]
+    pieces: tl.constexpr = queries.shape[1] // _PIECE
+    if IS_BF16 or pieces < 2:
+        return tl.dot(queries, tl.trans(rows), input_precision="ieee")
+    else:
+        left = tl.permute(tl.reshape(queries, [m, pieces, _PIECE]), (1, 0, 2))
+        right = tl.permute(tl.reshape(rows, [n, pieces, _PIECE]), (1, 2, 0))
+        return tl.sum(tl.dot(left, right, input_precision="ieee"), axis=0)
 
 
 # what differs from step to step must not compile the kernel again
@@ -158,7 +176,7 @@ def _attend_kernel(
             code_at, rope_at, scale_at, is_seen, DTYPE, HAS_FP8, R, GROUP, GROUPS, BLOCK_G, BLOCK_J
         )
 
-        score = tl.dot(queries, tl.trans(rows), input_precision="ieee")
+        score = _scores(queries, rows, IS_BF16)
         score = tl.where(is_seen[None, :], score * factor, -float("inf"))
         higher = tl.maximum(peak, tl.max(score, axis=1))
         base = tl.where(higher == -float("inf"), 0.0, higher)  # nothing seen yet: no inf - inf
