@@ -212,3 +212,14 @@ def test_codes_and_scales_have_to_fit() -> None:
     codes, scale = quantize_mxfp4(torch.ones(2, 64))
     with pytest.raises(ShapeError, match="codes must hold a multiple of 32 channels, got 62"):
         dequantize_mxfp4(codes[:, :31], scale)
+
+
+@pytest.mark.parametrize("quantize", [quantize_fp8, quantize_mxfp4, quantize_nvfp4])
+def test_what_is_only_finite_before_it_is_rounded_is_refused(quantize: Any) -> None:
+    with pytest.raises(SpecError, match=r"x must be finite, got NaN or infinity at \(0, 0\)"):
+        quantize(torch.full((1, 64), 3.4e38), checked=True)
+
+
+def test_a_group_has_at_least_one_channel() -> None:
+    with pytest.raises(SpecError, match="group must be at least 1, got 0"):
+        quantize_fp8(torch.ones(1, 64), group=0)

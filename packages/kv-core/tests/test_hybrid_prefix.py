@@ -316,6 +316,19 @@ def test_c13_states_of_other_caches_and_edited_ones_are_refused() -> None:
             "slots is 2 here and 3 in the state",
         ),
         (
+            lambda: manager(spec, max_len=32).load_state_dict(state()),
+            "max_len is 32 here and 240 in the state",
+        ),
+        (
+            lambda: cache.load_state_dict(
+                edit(
+                    state(),
+                    lambda m, t: t.update({"prefix.0.1.ring.0": t["prefix.0.1.ring.0"][:1]}),
+                )
+            ),
+            "prefix.0.1.ring.0 of",
+        ),
+        (
             lambda: cache.load_state_dict(edit(state(), lambda m, t: t.pop("1.keys.scale"))),
             "tensor '1.keys.scale' of the state must be",
         ),
@@ -371,3 +384,22 @@ def test_c13_states_of_other_caches_and_edited_ones_are_refused() -> None:
     cache.commit(cache.acquire([(1, 2)], [0]))
     with pytest.raises(SnapshotError, match="request must be a str or int to be saved"):
         cache.state_dict()
+
+
+def test_without_room_for_states_nothing_can_be_gone_on_from_at_once() -> None:
+    spec = small()
+    cache = manager(spec, prefix_states=0)
+    Stack(spec).run(cache, ("z", 32))
+    assert cache.publish("z", IDS[:32]) == 0
+    assert cache.lookup(IDS[:33]).tokens == 0
+
+
+def test_a_saved_state_is_not_changed_by_what_comes_after() -> None:
+    spec = small()
+    cache = manager(spec)
+    Stack(spec).run(cache, ("z", 32))
+    cache.publish("z", IDS[:32])
+    state = cache.state_dict()
+    live = {t.data_ptr() for layers in cache._prefixes.items()[0][1] for t in layers.values()}
+    saved = {t.data_ptr() for name, t in state["tensors"].items() if name.startswith("prefix")}
+    assert not live & saved

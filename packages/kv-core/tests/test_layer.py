@@ -427,3 +427,8 @@ def test_written_rows_may_come_with_any_strides() -> None:
     x = torch.randn(6, 2, 5).permute(2, 1, 0)
     write_rows(cache, None, x, torch.tensor([7, 1, 3, 2, 5]))
     assert torch.equal(read_rows(cache, None, torch.tensor([7, 1, 3, 2, 5])), x)
+
+
+def test_slots_that_are_no_tensor_are_refused() -> None:
+    with pytest.raises(DtypeError, match=r"slots must be a torch.Tensor of ids, got list"):
+        layer().read([0, 1])  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import kv_core as kv
+import numpy as np
 import pytest
 import torch
 from kv_core import FixedSlotKVCache, KVFormat, SlotRegion
@@ -153,6 +154,10 @@ MESSAGES: list[tuple[Callable[..., Any], list[str]]] = [
     (
         lambda: kv.check_tensor("k", X, "B H T D", {}, device=torch.device("cuda:1")),
         ["k must be on cuda:1, got cpu", ".to('cuda:1')"],
+    ),
+    (
+        lambda: kv.check_int("n", np.array(2.5)),
+        ["n must be an integer, got array(2.5)", "as int"],
     ),
     (lambda: kv.check_int("n", 1.5), ["n must be an integer, got 1.5 of type float", "as int"]),
     (lambda: kv.check_int("n", 9, minimum=1, maximum=3), ["n must be between 1 and 3, got 9"]),
@@ -453,6 +458,7 @@ MESSAGES: list[tuple[Callable[..., Any], list[str]]] = [
         lambda: pool().load_state_dict(without(pool().state_dict(), "v_scale")),
         ["tensor 'v_scale'", "[3, 4, 2]", "got none", "not edited"],
     ),
+    (lambda: pool().read([0, 1]), ["slots must be a torch.Tensor of ids", "list", "as_tensor"]),
     (
         lambda: step(slots=torch.zeros(2)),
         ["slots must be torch.int32 or torch.int64", "torch.float32", ".to(torch.int32)"],

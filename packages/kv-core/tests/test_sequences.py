@@ -1,14 +1,18 @@
 """Sequence table: what a step says, who shares which block, and what is given back."""
 
+import time
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kv_core import (
+    BlockAllocator,
     BlockLeak,
     CapacityError,
+    DtypeError,
     KVFormat,
     KVLayer,
     KVSpec,
@@ -463,3 +467,34 @@ def test_sizes_are_what_was_asked_for() -> None:
         table.append({"a": 8})
     assert table.append({"a": 7}).num_tokens == 7
     assert paged().blocks_for(0) == 0 and paged().blocks_for(4) == 1 and paged().blocks_for(5) == 2
+
+
+def test_layers_that_grew_without_the_table_end_up_alike() -> None:
+    spec = KVSpec(kv_heads=1, head_dim=4, format=KVFormat.FP32)
+    for tokens in (65, 151, 193, 400):
+        layers = [KVLayer.contiguous(spec, sequences=2, capacity=64) for _ in range(3)]
+        table = SequenceTable(layers, sequences=2)
+        table.append({"x": 3})
+        layers[1].ensure_capacity(150)
+        assert table.ensure_capacity(tokens)
+        assert len({layer.capacity for layer in layers}) == 1 and layers[0].capacity >= tokens
+        table.append({"x": 1})
+
+
+def test_sharing_many_blocks_takes_a_time_that_grows_with_their_number() -> None:
+    def taken(blocks: int) -> float:
+        allocator = BlockAllocator(blocks + 1)
+        held = allocator.allocate(blocks, "a")
+        start = time.perf_counter()
+        allocator.share(held, "b")
+        return time.perf_counter() - start
+
+    assert min(taken(16_000) for _ in range(3)) < 60 * min(taken(1_000) for _ in range(3))
+
+
+@pytest.mark.parametrize("ids", [np.array(2.5), "ab"], ids=repr)
+def test_what_is_neither_a_count_nor_ids_is_refused(ids: Any) -> None:
+    spec = KVSpec(kv_heads=1, head_dim=4, format=KVFormat.FP32)
+    table = SequenceTable([KVLayer.paged(spec, blocks=4)], sequences=2, max_blocks=2)
+    with pytest.raises(DtypeError, match="tokens of 'a' must be"):
+        table.append({"a": ids})

@@ -395,7 +395,7 @@ MESSAGES: list[tuple[Callable[[], Any], Call, type[Exception], list[str]]] = [
         lines,
         frozen,
         kv.FrozenError,
-        ["layers[1] must not be frozen to grow from 4 to 5 tokens", "before capturing"],
+        ["layers[1] must not be frozen to grow from 4 to 64 tokens", "before capturing"],
     ),
     (
         lambda: None,

@@ -637,8 +637,7 @@ def misuse(name: str) -> Callable[[Any, PagedCache], object]:
             model(new, cache=cache)
 
     def unpacked(model: Any, cache: PagedCache) -> None:
-        cache.pack({"a": [1, 2, 3]})
-        model(new, cache=cache)
+        model(new, cache=cache.pack({"a": [1, 2, 3]})["cache"])
 
     one = torch.ones(2, 6, dtype=torch.long)
     return {
@@ -706,10 +705,9 @@ def test_misuse_is_an_error_that_says_what_to_do_and_changes_nothing(
     assert words in str(caught.value)
     model.set_attn_implementation("kv")
     new = random_ids(2, 2, seed=5)
-    found = model(new, cache=cache).logits if name != "not packed" else None
-    if found is not None:
-        alone = plain(model, torch.cat([ids, new], 1))[:, -2:]
-        assert (found - alone).abs().max() <= LOGITS
+    found = model(new, cache=cache).logits
+    alone = plain(model, torch.cat([ids, new], 1))[:, -2:]
+    assert (found - alone).abs().max() <= LOGITS
     cache.table.check()
 
 
@@ -752,3 +750,69 @@ def test_a_transformers_that_would_ignore_the_cache_is_refused() -> None:
         "import kv_kernels.integrations.transformers"
     )
     assert "needs transformers 5.24 or newer (5.9.1 is installed, which" in done.stderr
+
+
+# --- packed passes that do not come to an end
+
+
+def test_a_pack_that_nobody_ran_is_taken_back_by_the_next_pass(
+    make_model: Callable[[str], Any],
+) -> None:
+    """Also where that pass has the same shape."""
+    model, ids = make_model("qwen3"), random_ids(1, 3)
+    cache = PagedCache(model, blocks=32, block_size=4)
+    lost = cache.pack({"a": [5, 6, 7]})
+    found = model(ids, cache=cache).logits
+    assert (found - plain(model, ids)).abs().max() <= LOGITS
+    assert "a" not in cache.table.requests and cache.batch_size == 1
+    with pytest.raises(SpecError, match=r"what pack.. returned is for one pass"):
+        model(**lost)
+    next_ids = random_ids(1, 1, seed=9)
+    found = model(next_ids, cache=cache).logits
+    assert (found - plain(model, torch.cat([ids, next_ids], 1))[:, -1:]).abs().max() <= LOGITS
+
+
+def test_what_pack_returned_runs_once(make_model: Callable[[str], Any]) -> None:
+    model = make_model("qwen3")
+    cache = PagedCache(model, blocks=32, block_size=4)
+    packed = cache.pack({"a": [5, 6, 7]})
+    model(**packed)
+    with pytest.raises(SpecError, match=r"what pack.. returned is for one pass"):
+        model(**packed)
+    assert cache.table.length("a") == 3
+
+
+@pytest.mark.parametrize("end", ["free", "truncate"])
+def test_a_request_of_a_broken_pass_may_end_before_the_next(
+    end: str, make_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = make_model("qwen3"), random_ids(1, 20)
+    cache = PagedCache(model, blocks=32, block_size=4)
+    model(**cache.pack({"bad": [5, 6]}))
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model.layers[1].mlp, "forward", broken)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            model(**cache.pack({"bad": [7], "good": ids[0].tolist()}))
+    if end == "free":
+        cache.table.free("bad")
+    else:
+        cache.table.truncate("bad", 1)
+    found = model(**cache.pack({"good": ids[0].tolist()})).logits
+    assert (found - plain(model, ids)[:, -1:]).abs().max() <= LOGITS
+    assert cache.table.length("good") == 20
+    found = model(**cache.pack({"new": ids[0].tolist()})).logits  # on blocks of good
+    assert (found - plain(model, ids)[:, -1:]).abs().max() <= LOGITS
+
+
+@pytest.mark.parametrize("fmt", [KVFormat.FP32, KVFormat.INT8])
+def test_a_model_under_autocast_runs(fmt: KVFormat, make_model: Callable[[str], Any]) -> None:
+    """There the values come in BF16, and rotated queries and keys in FP32."""
+    model, ids = make_model("llama"), random_ids(2, 9)
+    with torch.autocast("cpu", torch.bfloat16):
+        own = plain(model, ids)
+        found = model(ids, cache=PagedCache(model, format=fmt, blocks=16)).logits
+    assert divergence(found.float(), own.float()) < 1e-3

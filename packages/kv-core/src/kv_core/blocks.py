@@ -132,13 +132,14 @@ class BlockAllocator:
         """
         _check_owner(owner)
         blocks = self._ids(ids)
-        for index, block in enumerate(blocks):
+        seen: set[int] = set()
+        for block in blocks:
             if block < self._reserved:
                 raise SpecError(
                     f"block {block} is the null block, which {owner!r} cannot hold; share blocks "
                     "that were allocated"
                 )
-            if owner in self._holders.get(block, ()) or block in blocks[:index]:
+            if owner in self._holders.get(block, ()) or block in seen:
                 raise SpecError(
                     f"block {block} can be shared with {owner!r} once, got it again; name every "
                     "block once and only those that this owner does not hold"
@@ -148,6 +149,7 @@ class BlockAllocator:
                     f"block {block} is free, so {owner!r} cannot share what it held; share a block "
                     "while it is used, or publish it first and look it up"
                 )
+            seen.add(block)
         for block in blocks:
             self._free_published.pop(block, None)
             self._holders.setdefault(block, {})[owner] = None

@@ -124,7 +124,12 @@ def check_int(
             f"{name} must be an integer, got {shown} of type {type(value).__name__}; "
             "pass a whole number as int"
         )
-    number = operator.index(value)
+    try:
+        number = operator.index(value)
+    except TypeError as reason:  # an array that holds something else
+        raise DtypeError(
+            f"{name} must be an integer, got {value!r}; pass a whole number as int"
+        ) from reason
     if (minimum is None or number >= minimum) and (maximum is None or number <= maximum):
         return int(number)
     if minimum is not None and maximum is not None:

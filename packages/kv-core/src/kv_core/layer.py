@@ -297,12 +297,16 @@ class KVLayer:
         return torch.tensor(ids).to(self.device, non_blocking=True)
 
     @torch.no_grad()
-    def ensure_capacity(self, tokens: int) -> bool:
+    def ensure_capacity(self, tokens: int, *, exact: bool = False) -> bool:
         """Grow a contiguous layer so that each sequence can hold ``tokens``.
 
         Grows by half at least, to a multiple of 64, so that a sequence that grows token by token
         is copied rarely. The storage moves: slots of an earlier step, and graphs that were
         captured, no longer hold. The copy is ordered on the current stream.
+
+        Args:
+            tokens: What a sequence has to hold.
+            exact: Grow to ``tokens`` and no further.
 
         Returns:
             Whether the storage moved.
@@ -325,8 +329,7 @@ class KVLayer:
                 f"grow to {tokens}; allocate capacity={tokens} before capturing, or set "
                 "frozen=False and capture again"
             )
-        wanted = max(tokens, math.ceil(self.capacity * _GROWTH))
-        capacity = -(-wanted // _GROWTH_UNIT) * _GROWTH_UNIT
+        capacity = tokens if exact else grown_capacity(self.capacity, tokens)
         layout: Layout = "HND" if self.k.stride(2) > self.k.stride(1) else "NHD"
         grown = _allocate(self.spec, self.num_blocks, capacity, self.device, layout)
         for name, tensor in zip(_FIELDS, grown, strict=True):
@@ -370,6 +373,14 @@ class KVLayer:
             "blocks": self.num_blocks,
             "block_size": self.block_size,
         }
+
+
+def grown_capacity(capacity: int, tokens: int) -> int:
+    """Return what a capacity grows to so that it is at least ``tokens``."""
+    if tokens <= capacity:
+        return capacity
+    wanted = max(tokens, math.ceil(capacity * _GROWTH))
+    return -(-wanted // _GROWTH_UNIT) * _GROWTH_UNIT
 
 
 def _allocate(

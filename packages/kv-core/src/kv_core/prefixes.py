@@ -53,6 +53,7 @@ def token_ids(name: str, given: object) -> Ids:
                 f"{name} must be on the CPU, got {given.device}; keep the ids that were sampled on "
                 "the host, or pass how many there are"
             )
+        given = given.detach()
         given = given.float().numpy() if given.is_floating_point() else given.numpy()
     if isinstance(given, (str, bytes)) or not isinstance(given, (Sequence, np.ndarray)):
         raise DtypeError(

@@ -20,7 +20,7 @@ from kv_core.errors import (
     StaleHandleError,
     UnknownRequest,
 )
-from kv_core.layer import KVLayer
+from kv_core.layer import KVLayer, grown_capacity
 from kv_core.layer_group import check_group
 from kv_core.prefixes import Ids, TokenIds, token_ids
 from kv_core.sequence_records import check_sequences, from_records, to_records
@@ -369,7 +369,8 @@ class SequenceTable:
         the same prefix already, that one stays the one that is found.
 
         Returns:
-            Tokens in those blocks; 0 for contiguous layers.
+            Tokens in those blocks that the sequence still holds; 0 for contiguous layers. Where its
+            front was evicted, a prompt finds them while the blocks before them can be found.
 
         Raises:
             UnknownRequest: There is no such sequence.
@@ -411,14 +412,16 @@ class SequenceTable:
                 f"paged layers do not grow, got {self.allocator.blocks} blocks of "
                 f"{self.block_size} tokens; allocate them with more blocks"
             )
+        # one capacity for all, also where a layer was grown without the table
+        target = grown_capacity(max(layer.capacity for layer in self._layers), tokens)
         for index, layer in enumerate(self._layers):
-            if layer.frozen and layer.capacity < tokens:
+            if layer.frozen and layer.capacity < target:
                 raise FrozenError(
-                    f"layers[{index}] must not be frozen to grow from {layer.capacity} to {tokens} "
-                    f"tokens; allocate capacity={tokens} before capturing, or set frozen=False and "
+                    f"layers[{index}] must not be frozen to grow from {layer.capacity} to {target} "
+                    f"tokens; allocate capacity={target} before capturing, or set frozen=False and "
                     "capture again"
                 )
-        moved = [layer.ensure_capacity(tokens) for layer in self._layers]
+        moved = [layer.ensure_capacity(target, exact=True) for layer in self._layers]
         if self._block_size != self._layers[0].block_size:
             self._block_size = self._layers[0].block_size
             if self._given_step_tokens is None:

@@ -80,12 +80,17 @@ class Step:
         return self.block_table.shape[0]
 
 
-def check_ids(name: str, tensor: Tensor) -> None:
+def check_ids(name: str, tensor: object) -> None:
     """Check that ids are integers that every kernel takes.
 
     Raises:
-        DtypeError: Another dtype than INT32 or INT64.
+        DtypeError: Not a tensor, or of another dtype than INT32 or INT64.
     """
+    if not isinstance(tensor, Tensor):
+        raise DtypeError(
+            f"{name} must be a torch.Tensor of ids, got {type(tensor).__name__}; convert it with "
+            "torch.as_tensor"
+        )
     if tensor.dtype not in _IDS:
         raise DtypeError(
             f"{name} must be torch.int32 or torch.int64, got {tensor.dtype}; convert it with "

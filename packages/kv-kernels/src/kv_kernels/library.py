@@ -9,6 +9,7 @@ import torch
 from kv_core.errors import DtypeError, NoKernelError, SpecError
 from torch import Tensor
 
+_LARGEST = torch.finfo(torch.float32).max
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 _library = torch.library.Library("kv_kernels", "FRAGMENT")
@@ -57,7 +58,7 @@ def check_number(name: str, value: object, hint: str, *, minimum: float = -math.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise DtypeError(f"{name} must be a number, got {type(value).__name__}; pass a float")
-    if not math.isfinite(value):
+    if not abs(value) <= _LARGEST:
         raise SpecError(f"{name} must be finite, got {value}; {hint}")
     if value < minimum:
         raise SpecError(f"{name} must be at least {minimum:g}, got {value}; {hint}")

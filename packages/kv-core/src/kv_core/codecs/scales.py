@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kv_core.checks import check_tensor
+from kv_core.checks import check_int, check_tensor
 from kv_core.errors import DtypeError, ShapeError, SpecError
 
 _NAN = 255
@@ -20,18 +20,20 @@ def check_groups(x: object, group: int, *, checked: bool) -> Tensor:
     if not isinstance(x, Tensor) or not x.is_floating_point():
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise DtypeError(f"x must be a floating tensor [..., D], got {got}; pass the activations")
+    group = check_int("group", group, minimum=1)
     if x.dim() == 0 or x.shape[-1] == 0 or x.shape[-1] % group:
         raise ShapeError(
             f"x must be [..., D] with D a multiple of {group}, got {list(x.shape)}; channels share "
             f"a scale {group} at a time"
         )
-    if checked and not bool(x.isfinite().all()):
-        at = tuple(torch.nonzero(~x.isfinite())[0].tolist())
+    rounded = x.to(torch.bfloat16).float()
+    if checked and not bool(rounded.isfinite().all()):
+        at = tuple(torch.nonzero(~rounded.isfinite())[0].tolist())
         raise SpecError(
             f"x must be finite, got NaN or infinity at {at}; find where the model made it, or pass "
             "checked=False to store NaN"
         )
-    return x.to(torch.bfloat16).float().reshape(*x.shape[:-1], x.shape[-1] // group, group)
+    return rounded.reshape(*x.shape[:-1], x.shape[-1] // group, group)
 
 
 def power_of_two(amax: Tensor, *, mantissa: float, exponent: int) -> tuple[Tensor, Tensor]:

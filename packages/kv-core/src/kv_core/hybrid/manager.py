@@ -504,7 +504,7 @@ class KVCacheManager:
             return 0
         if digests[-1] not in self._prefixes:
             self._prefixes.put(digests[-1], self._capture(record, length))
-        return length
+        return length if digests[-1] in self._prefixes else 0
 
     def lookup(self, ids: TokenIds, *, replay: bool = False) -> PrefixHit:
         """Return how much of a prompt is there, and where a request for it could begin.

@@ -32,7 +32,7 @@ def save_manager(manager: "KVCacheManager") -> dict[str, Any]:
     prefixes = manager._prefixes.items()
     for index, (_, layers) in enumerate(prefixes):
         for layer, captured in enumerate(layers):
-            tensors |= {f"prefix.{index}.{layer}.{name}": t for name, t in captured.items()}
+            tensors |= {f"prefix.{index}.{layer}.{name}": t.clone() for name, t in captured.items()}
     meta = {
         "spec": _spec(manager),
         "allocator": manager._table.allocator.state_dict()["meta"],
@@ -93,7 +93,8 @@ def _storage(manager: "KVCacheManager") -> Iterator[tuple[str, Tensor]]:
 
 def _spec(manager: "KVCacheManager") -> dict[str, Any]:
     sizes = {"kind": "KVCacheManager", "slots": manager._table.slots}
-    return {**sizes, "blocks": manager._table.allocator.blocks, "hybrid": manager.spec.to_json()}
+    sizes |= {"blocks": manager._table.allocator.blocks, "max_len": manager.max_len}
+    return {**sizes, "hybrid": manager.spec.to_json()}
 
 
 def _requests(
@@ -132,7 +133,8 @@ def _prefixes(
             # what a capture of this layer looks like, from a slot of our own
             for name, like in state.capture(0, manager.spec.block_tokens).items():
                 got = tensors[f"prefix.{index}.{layer}.{name}"]
-                if got.dtype != like.dtype or got.shape[1:] != like.shape[1:]:
+                fits = got.shape[1:] == like.shape[1:] and len(got) >= len(like)
+                if got.dtype != like.dtype or not fits:
                     raise ValueError(f"prefix.{index}.{layer}.{name} of {list(got.shape)}")
                 layers[name] = got.to(manager.device).clone()
             found[digest].append(layers)

@@ -22,6 +22,7 @@ class Batch:
         lengths: Tokens stored of each row.
         padding: Columns of each row that hold padding, ascending.
         columns: Columns that the model has seen, padding included.
+        packed: The pass that ``pack`` opened for this batch alone, which has no rows then.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -31,6 +32,7 @@ class Batch:
         self.lengths: list[int] = []
         self.padding: list[list[int]] = []
         self.columns = 0
+        self.packed: Forward | None = None
 
     def attend(
         self,
@@ -66,12 +68,18 @@ class Batch:
         """
         pool, how = self.pool, {"scale": scale, "window_left": window_left, "softcap": softcap}
         shape = (query.shape[0], query.shape[2])
+        if self.packed is not None and pool.forward is not self.packed:
+            raise SpecError(
+                "what pack() returned is for one pass, the next on this pool, got another before "
+                "it, or a second; call model(**cache.pack(...)) again"
+            )
         try:
             forward = pool.forward
-            if forward is None or layer in forward.attended or forward.batch not in (None, self):
+            if self.packed is not None:
+                _check_packed(self.packed, shape, mask)
+            elif forward is None or layer in forward.attended or forward.batch is not self:
                 forward = self._start(shape, mask, cu_seqlens)
-            elif forward.batch is None and not forward.attended:
-                _check_packed(forward, shape, mask)
+            assert forward is not None
             out = pool.attend(layer, forward, query, keys, values, how)
         except BaseException:
             pool.settle()
@@ -232,7 +240,7 @@ def _check_packed(forward: Forward, shape: tuple[int, int], mask: Tensor | None)
         extra = " with an attention_mask" if mask is not None else ""
         raise SpecError(
             f"the model must run on the {list(forward.shape)} tokens that pack() returned, got "
-            f"{list(shape)}{extra}; call model(**cache.pack(...)) before anything else"
+            f"{list(shape)}{extra}; call model(**cache.pack(...)) as it is"
         )
 
 

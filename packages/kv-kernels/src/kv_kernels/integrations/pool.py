@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from kv_core.layer import KVLayer
 from kv_core.sequences import SequenceTable
 from kv_core.step import Step
@@ -85,8 +86,10 @@ class Pool:
                     len(forward.attended),
                     len(self.layers),
                 )
+            known = set(self.table.requests)  # without those that were freed meanwhile
             for request, length in forward.lengths.items():
-                self.cut(request, length)
+                if request in known and self.table.length(request) > length:
+                    self.cut(request, length)
         while self.orphans:
             self.free(self.orphans.pop())
 
@@ -138,13 +141,15 @@ class Pool:
         step, index = forward.step, forward.index
         if step is None:
             return query.new_zeros(B, Q, Hq, D)
-        q, k, v = (_tokens(x, index) for x in (query, keys, values))
+        # under autocast, rotated queries and keys may be wider than values
+        dtype = torch.promote_types(torch.promote_types(query.dtype, keys.dtype), values.dtype)
+        q, k, v = (_tokens(x, index).to(dtype) for x in (query, keys, values))
         where = self.layers[layer]
         options: dict[str, Any] = {"backend": self.backend, "checked": self.checked}
         append(where, step, k, v, **options)
         out: Tensor = paged_decode_attention(where, step, q, **how, **options)
         if index is not None:
-            out = query.new_zeros(B * Q, Hq, D).index_copy_(0, index, out)
+            out = out.new_zeros(B * Q, Hq, D).index_copy_(0, index, out)
         return out.view(B, Q, Hq, D)
 
 

@@ -266,8 +266,9 @@ class PagedCache(Cache):
                 on until ``table.free(request)``.
 
         Returns:
-            Arguments for the model: ``input_ids`` and ``position_ids`` ``[1, T]``, ``cache``, and
-            ``logits_to_keep``, so that ``logits[0, i]`` belongs to the last token of request i.
+            Arguments for the model, for one pass: ``input_ids`` and ``position_ids`` ``[1, T]``,
+            ``cache``, and ``logits_to_keep``, so that ``logits[0, i]`` belongs to the last token
+            of request i. If another pass comes first, these tokens are taken back.
 
         Raises:
             SpecError: There are no requests, or one without tokens.
@@ -290,10 +291,14 @@ class PagedCache(Cache):
         new = [tokens[step.reused.get(request, 0) :] for request, tokens in ids.items()]
         last = np.cumsum([len(tokens) for tokens in new]) - 1
         forward.shape = (1, int(last[-1]) + 1)
+        # a cache of its own, so that no other pass can be taken for this one
+        packed: Self = type(self).__new__(type(self))
+        packed._adopt(pool, self._config)
+        packed._batch.packed = forward
         return {
             "input_ids": torch.from_numpy(np.concatenate(new)).to(device)[None],
             "position_ids": step.positions.clone()[None],
-            "cache": self,
+            "cache": packed,
             "use_cache": True,
             "logits_to_keep": torch.from_numpy(last).to(device),
         }

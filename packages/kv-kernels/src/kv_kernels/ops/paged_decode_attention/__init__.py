@@ -14,6 +14,8 @@ from kv_kernels.ops.paged_inputs import check_groups, check_rows, check_step, de
 from kv_kernels.ops.step_values import check_queries, check_tables
 from kv_kernels.registry import find
 
+_INT32 = 2**31 - 1
+
 
 @overload
 def paged_decode_attention(
@@ -101,7 +103,7 @@ def paged_decode_attention(
     check_rows("q", q, "Hq", layer, step)
     check_groups("q", q.shape[1], layer.kv_heads)
     scale = checked_scale(scale, layer.head_dim)
-    window_left = check_int("window_left", window_left, minimum=-1)
+    window_left = min(check_int("window_left", window_left, minimum=-1), _INT32)
     softcap = check_number("softcap", softcap, "pass 0 for no cap", minimum=0.0)
     num_splits = check_int("num_splits", num_splits, minimum=0)
     refuse_grad("paged_decode_attention", (q,))
