@@ -14,6 +14,7 @@ from kv_core import (
     KVError,
     NoKernelError,
     RingTooSmall,
+    RollbackTooDeep,
     RowFormat,
     SpecError,
 )
@@ -209,6 +210,25 @@ def test_a_pass_that_broke_off_is_taken_back(
     assert "ended after 3 of 4 layers" in caplog.text
     assert cache.manager.requests == ("a",)
     torch.testing.assert_close(logits[0], alone["a"][19], rtol=1e-4, atol=1e-4)
+
+
+def test_a_pass_that_broke_off_too_late_names_the_request_to_free(
+    model: Any, alone: dict[str, Tensor]
+) -> None:
+    """Its ring had no room for both; other requests go on once it is gone."""
+    cache = HybridCache(model, **PLAIN, **ROOM)
+    ids = prompts()
+    model(**cache.pack({"a": ids["a"][:40], "b": ids["b"][:20]}))
+    hook = model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(**cache.pack({"a": ids["a"][40:50]}))
+    hook.remove()
+    for _ in range(2):
+        with pytest.raises(RollbackTooDeep, match=r"'a'.*end that request with manager.free"):
+            cache.pack({"b": ids["b"][20:30]})
+    cache.manager.free("a")
+    logits = model(**cache.pack({"b": ids["b"][20:30]})).logits[0]
+    torch.testing.assert_close(logits[0], alone["b"][29], rtol=1e-4, atol=1e-4)
 
 
 def test_published_sizes_come_from_the_configuration() -> None:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from kv_core.checks import check_int
-from kv_core.errors import DtypeError, NoKernelError, SpecError
+from kv_core.errors import DtypeError, NoKernelError, RollbackTooDeep, SpecError
 from kv_core.hybrid.handle import LayerCacheHandle
 from kv_core.hybrid.keys import KeyFormat
 from kv_core.hybrid.manager import KVCacheManager
@@ -206,6 +206,8 @@ class HybridCache(Cache):
             SpecError: There are no requests, or one without tokens; or a speculative pass waits for
                 its ``commit``.
             DtypeError: Token ids are not integers on the CPU.
+            RollbackTooDeep: An earlier pass broke off and cannot be taken back; the message says
+                which request has to be freed. Nothing has changed.
             CapacityError: Too many tokens or requests for one pass, or too few slots or blocks.
                 Nothing has changed.
         """
@@ -274,13 +276,20 @@ class HybridCache(Cache):
                 "a speculative pass must be ended before the next, got one that is open; call "
                 "commit(accepted={…})"
             )
+        try:
+            self.manager.abort(self._handles)
+        except RollbackTooDeep as error:
+            raise RollbackTooDeep(
+                "a forward pass broke off after it had written over rows that its requests need: "
+                f"{error}; end that request with manager.free() and run its tokens anew, and the "
+                "others can go on"
+            ) from error
         if self._attended:
             _log.warning(
                 "a forward pass ended after %d of %d layers; its tokens are taken back",
                 len(self._attended),
                 self.spec.layers,
             )
-        self.manager.abort(self._handles)
         self._handles = []
 
     def _extend_tables(self, length: int) -> None:
