@@ -461,7 +461,7 @@ def test_attention_is_within_the_budget_of_fp64(case: dict[str, Any], g: torch.G
         found = hybrid_attention(q, *args, **named, backend="triton")
         budgets = [0.0, 0.0]
         exact = exact_attention(q, *args, *tables)
-        for shift in range(3):
+        for shift in range(2):
             other = q.roll(shift, 2)
             plain = hybrid_attention(other, *args, **named, backend="torch")
             theirs = exact_attention(other, *args, *tables) if shift else exact
@@ -632,9 +632,13 @@ def test_a_captured_step_replays_over_300_positions(heads: int, g: torch.Generat
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outs = forward(replayed, inputs)
-    held = torch.cuda.memory_allocated()
     for manager, handles in zip(managers, (replayed, eager), strict=True):
         manager.commit(handles)
+    # capturing empties torch's cache of memory, so the largest eager pass comes once before that
+    prefill("guest", turns)
+    for manager in managers:
+        manager.free("guest")
+    held, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     for turn in range(1, turns):
         if turn % 40 == 10:
             prefill("guest", 1 + turn)
@@ -658,6 +662,7 @@ def test_a_captured_step_replays_over_300_positions(heads: int, g: torch.Generat
     assert managers[0].length("early") == turns and managers[0].length("late") == start + turns
     del expected, ours, theirs
     assert torch.cuda.memory_allocated() <= held + (16 << 20)
+    assert torch.cuda.memory_reserved() <= reserved + (256 << 20)
 
 
 def managers_stores(managers: Sequence[KVCacheManager]) -> list[list[Any]]:
