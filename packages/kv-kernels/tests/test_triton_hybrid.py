@@ -478,6 +478,35 @@ def test_attention_is_within_the_budget_of_fp64(case: dict[str, Any]) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("score", [-400.0, 400.0], ids=["all far below 0", "all far above 0"])
+def test_scores_may_be_far_from_zero(score: float) -> None:
+    """More tiles than peaks are read at a time, none of whose weights would fit without a peak."""
+    call = Attention(
+        [560, 3], [1, 1], dtype=torch.float32, layer=0, window=544, ring=560, heads=1,
+        row_format=RowFormat.FP32,
+    )  # fmt: skip
+    call.manager.states[0].ring.codes.normal_(1, 1 / 64, generator=call.g)
+    call.row = 1 + call.row / 64
+    call.q = call.q / 64 + score * call.spec.head_dim**-0.5
+    call.check()
+
+
+@interpreted
+def test_tokens_are_attended_a_slice_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt: the scores of all of its tokens would not fit. Any slice gives the same bits,
+    and so does any number of channels that a program sums."""
+    from kv_kernels.ops.hybrid_attention import triton as module
+
+    call = Attention(k=5)
+    whole = hybrid_attention(*call.arguments(), **call.tables, return_lse=True, backend="triton")
+    for slots, scratch in [(1, 1), (2, 10**5), (4, 3 * 10**4)]:
+        monkeypatch.setattr(module, "choose_slots", lambda *_, slots=slots: slots)
+        monkeypatch.setattr(module, "_SCRATCH", scratch)
+        some = hybrid_attention(*call.arguments(), **call.tables, return_lse=True, backend="triton")
+        assert all(map(torch.equal, some, whole))
+
+
+@interpreted
 def test_a_nan_stays_with_the_tokens_that_see_it() -> None:
     """One in this step's rows, one in the ring, one in an entry, one in a scale."""
     call = Attention([40, 30, 9], [6, 1, 3], dtype=torch.float32)

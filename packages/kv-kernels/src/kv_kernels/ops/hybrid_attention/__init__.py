@@ -73,8 +73,9 @@ def hybrid_attention(
     from ``kv_new``, rounded as they will be stored, and earlier ones from the ring. It sees the
     entries that ``picked`` names, or all below ``vis`` without it. So any way of cutting a sequence
     into steps gives the same answer. Padding, and a token that sees nothing, get 0; what else lies
-    in storage reaches no result. All is computed in FP32 and rounded once. The method is that of
-    DeepSeek-V4 (arXiv 2606.19348, section 2.3).
+    in storage reaches no result. All is computed in FP32 and rounded once. Beside its output a call
+    needs up to about 130 MB, or what the scores of one token take. The method is DeepSeek-V4's
+    (arXiv 2606.19348, section 2.3).
 
     Args:
         q: ``[T, Hq, D]`` queries in FP32, FP16 or BF16, rotated.

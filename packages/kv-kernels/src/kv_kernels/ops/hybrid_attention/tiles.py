@@ -1,32 +1,51 @@
-"""Tiles of hybrid attention, from sizes alone: so the bits of a result depend on nothing else."""
+"""Tiles of hybrid attention, from sizes alone.
+
+The bits of a result depend on the rows of a tile, on the groups whose products are one sum and on
+the tile's heads; all of these are the same for any number of tokens.
+"""
 
 from typing import NamedTuple
 
-_MOST_HEADS = 64
-_MIN_ROWS = 16  # a side of a matrix product in Triton is at least this
+_MIN_SIDE = 16  # a side of a matrix product in Triton is at least this
+_BUSY = 264  # programs, two for each multiprocessor of an H200
 
 
 class Tile(NamedTuple):
-    """What one program holds at a time, and how it is compiled."""
+    """What the programs hold at a time, and how they are compiled."""
 
     m: int  # query heads
     n: int  # rows
-    warps: int
-    stages: int
+    group: int  # channels of a group where rows have no scales
+    sum: int  # channels whose products are one sum
+    score_warps: int
+    score_stages: int
+    sum_warps: int
+    sum_stages: int
 
 
-def choose_tile(is_bf16: bool, width: int, heads: int, compute: tuple[int, int] | None) -> Tile:
+def choose_tile(is_bf16: bool, heads: int, compute: tuple[int, int] | None) -> Tile:
     """Choose the tile.
 
     Args:
         is_bf16: Whether products are of BF16; else they are of FP32.
-        width: Channels of a padded row.
         heads: Query heads.
         compute: Compute capability, None for the interpreter.
     """
     if not is_bf16:
-        return Tile(_MIN_ROWS, 16, 8 if width > 256 else 4, 1)
-    # from 9.0 on, a group of warps multiplies 64 rows out of shared memory; otherwise registers
-    # hold both sides, and more than 16 rows would not fit
-    m = _MOST_HEADS if heads > 32 and (compute is None or compute >= (9, 0)) else _MIN_ROWS
-    return Tile(m, 64 if width <= 256 else 32, 8 if width > 256 else 4, 3)
+        return Tile(_MIN_SIDE, 16, 64, 64, 4, 1, 4, 1)
+    # from 9.0 on, a group of warps multiplies 64 rows out of shared memory
+    m = 64 if heads > 32 and (compute is None or compute >= (9, 0)) else _MIN_SIDE
+    return Tile(m, 64, 64, 128, 4, 3, 4, 5)
+
+
+def choose_slots(programs: int, groups: int) -> int:
+    """Choose how many groups of channels one program sums: fewer where there is little to do.
+
+    Args:
+        programs: How many there are for each such choice of groups.
+        groups: How many a row has.
+    """
+    slots = 1
+    while slots < min(groups, 4) and programs * groups > _BUSY * slots:
+        slots *= 2
+    return slots
