@@ -192,7 +192,7 @@ def _hybrid(
 
     T, B = 64, 32
     cos = _empty(4096, 32, dtype=_FP32)
-    pool, table, vis, picked = _rows(fmt, 1024, 64), _ids(B, 512), _ids(T), _ids(T, k or 1)
+    pool, table, vis, picked = _rows(fmt, 1024, 64), _ids(B, 32), _ids(T), _ids(T, k or 1)
     return launches(
         _empty(T, Hq, 512, dtype=dtype), _empty(T, 512, dtype=dtype), _empty(Hq, dtype=_FP32),
         _rows(fmt, B, 128), _ids(B, 128), _ids(B), _ids(B), _ids(T), _ids(T),
@@ -213,6 +213,7 @@ def variants(architecture: int = 90) -> Iterator[tuple[str, Launch]]:
             _FP16, _cache(_INT8, 16, 3, 80, "HND"), 9, "interleaved", T=1, norm=False
         ),
         "split_qkv_norm_rope fp32 D256": _split(_FP32, 16, 16, 256),
+        "append fp16": _append(_FP16, _cache(_FP16, 16, 8, 128)),
         "append bf16 to int8": _append(_BF16, _cache(_INT8, 16, 8, 128)),
         "gather int8 to bf16": _gather(_BF16, _cache(_INT8, 16, 8, 128)),
         "attention bf16 decode": _attend(_BF16, _cache(_BF16, 64, 8, 128), 4, splits=4),

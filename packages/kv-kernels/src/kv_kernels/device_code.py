@@ -6,11 +6,9 @@ subnormal numbers, so there everything is computed in FP32 and both casts are do
 
 import triton
 import triton.language as tl
-from kv_core.codecs.int8 import TINY
 
 INTERPRETED = tl.constexpr(type(tl.cdiv).__name__ == "InterpretedFunction")
 
-_TINY = tl.constexpr(TINY)
 _ROUND = tl.constexpr(1.5 * 2**23)  # adding it leaves no place for a fraction
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _INF = tl.constexpr(float("inf"))
@@ -49,27 +47,6 @@ def operand(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def quantize_rows(x):
-    """Return codes and scale of each row of FP32 ``x``; padding has to be zero.
-
-    The launch has to turn FP fusion off, or the product would melt into the rounding.
-    """
-    size = tl.abs(x)
-    # a maximum drops NaN on the device, so it is looked for by itself
-    bad = tl.max(((size != size) | (size == _INF)).to(tl.int32), axis=1)
-    largest = tl.max(size, axis=1)
-    live = (bad == 0) & (largest >= _TINY)
-    largest = tl.where(live, largest, 1.0)
-    inverse = tl.div_rn(tl.full(largest.shape, 127.0, tl.float32), largest)
-    scaled = tl.where(live[:, None], x * inverse[:, None], 0.0)
-    codes = (scaled + _ROUND) - _ROUND
-    codes = tl.minimum(tl.maximum(codes, -127.0), 127.0).to(tl.int8)
-    scale = tl.div_rn(largest, tl.full(largest.shape, 127.0, tl.float32))
-    scale = tl.where(live, scale, 0.0)
-    return codes, tl.where(bad == 0, scale, float("nan"))
-
-
-@triton.jit
 def row_sum(x):
     """Add up each row pair by pair.
 
@@ -104,31 +81,6 @@ def tanh(x):
     far = 1.0 - 2.0 / (tl.exp2(tl.abs(x) * (2 * _LOG2_E)) + 1.0)
     far = tl.where(x < 0, -far, far)
     return tl.where(tl.abs(x) < 0.625, near, far)
-
-
-@triton.jit
-def store_rows(
-    rows, cache, scale, slot, head, is_token, capacity, N,
-    cache_p, cache_n, cache_h, scale_p, scale_n, scale_h,
-    D: tl.constexpr,
-):  # fmt: skip
-    """Store row i of ``rows`` for head ``head[i]`` at ``slot[i]``, if that is in the storage."""
-    BLOCK_D: tl.constexpr = rows.shape[1]
-    d = tl.arange(0, BLOCK_D)
-    is_stored = is_token & (slot >= 0) & (slot < capacity)
-    slot = tl.where(is_stored, slot, 0)
-    block = slot // N
-    offset = slot - block * N
-    in_row = is_stored[:, None] & (d < D)[None, :]
-    cache += block[:, None] * cache_p + offset[:, None] * cache_n + head[:, None] * cache_h
-    rows = widen(rows)
-    if scale is None:
-        tl.store(cache + d[None, :], round_to(rows, cache.dtype.element_ty), mask=in_row)
-    else:
-        codes, scales = quantize_rows(rows)
-        tl.store(cache + d[None, :], codes, mask=in_row)
-        scale += block * scale_p + offset * scale_n + head * scale_h
-        tl.store(scale, scales, mask=is_stored)
 
 
 # --- FP8 and FP4: e4m3, E2M1 and power-of-two scales, all by their bits
@@ -331,3 +283,59 @@ def store_stored_rows(
         x = widen(tl.load(rows[:, None] + (W + r)[None, :], mask=inside_r, other=0.0))
         at = rope + block * rope_p + offset * rope_n
         tl.store(at[:, None] + r[None, :], round_to(x, rope.dtype.element_ty), mask=inside_r)
+
+
+# --- a few numbers as integers
+
+
+@triton.jit
+def nan_max(a, b):
+    """Return the larger of two numbers, or NaN if one is; for ``tl.reduce`` too."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def small_round(x):
+    """Round FP32 within 2^22 to INT32, halves to even; what is not finite becomes anything."""
+    return (x + _ROUND).to(tl.int32, bitcast=True) - 0x4B400000
+
+
+@triton.jit
+def _round_e2m1(x):
+    """Round FP32 ``x`` within 6 to the nearest value of E2M1, halves to even."""
+    exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 127 << 23)
+    # its last place is that of the codes around x
+    shift = ((exponent + (22 << 23)) | 0x400000).to(tl.float32, bitcast=True)
+    return (x + shift) - shift
+
+
+@triton.jit
+def _group_sizes(x):
+    """Return the largest size of each group, as bits: they have the order of the sizes."""
+    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2)
+
+
+@triton.jit
+def round_mxfp4(x):
+    """Return what codes and scales of ``quantize_mxfp4`` decode to, without making them."""
+    bits = _group_sizes(x)
+    is_finite = bits < 0x7F800000
+    largest = tl.where(is_finite, bits, 0).to(tl.float32, bitcast=True)
+    byte = power_byte(tl.maximum(largest, 6 * 2.0**-126), 0x400000, 3)
+    scale = decode_ue8m0(tl.where(is_finite, byte, 255))
+    return _round_e2m1(x * _inverse_power(byte)[:, :, None]) * scale[:, :, None]
+
+
+@triton.jit
+def round_nvfp4(x, total):
+    """Return what ``quantize_nvfp4`` stands for, but for the factor ``total``."""
+    bits = _group_sizes(x)
+    is_finite = bits < 0x7F800000
+    largest = tl.where(is_finite, bits, 0).to(tl.float32, bitcast=True)
+    wanted = tl.div_rn(largest, tl.full(largest.shape, 6.0, tl.float32) * total)
+    wanted = tl.minimum(tl.maximum(wanted, 0.001953125), 448.0)
+    scale = decode_e4m3(encode_e4m3(wanted), False)
+    unit = scale * total
+    unit = tl.div_rn(x, tl.broadcast_to(unit[:, :, None], x.shape))
+    unit = _round_e2m1(tl.minimum(tl.maximum(unit, -6.0), 6.0))
+    return unit * tl.where(is_finite, scale, float("nan"))[:, :, None]

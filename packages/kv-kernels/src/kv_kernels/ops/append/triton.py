@@ -4,9 +4,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kv_kernels.device_code import store_rows
-from kv_kernels.launch import Launch, dense_ids, power_of_two, row_tile, strides
+from kv_kernels.launch import Launch, dense_ids, strides
 from kv_kernels.ops.cache import CacheTensors
+from kv_kernels.ops.paged_rows import store_heads
+from kv_kernels.ops.paged_write.triton import WARPS, choose_tile
 
 
 @triton.jit(do_not_specialize=["T", "capacity", "N"])
@@ -15,31 +16,23 @@ def _append_kernel(
     T, H, capacity, N,
     in_k_t, in_k_h, in_v_t, in_v_h,
     k_p, k_n, k_h, ks_p, ks_n, ks_h, v_p, v_n, v_h, vs_p, vs_n, vs_h,
-    D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    D: tl.constexpr, BLOCK_T: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    # one program takes BLOCK_T tokens of BLOCK_H neighbouring heads, keys or values
-    groups = H // BLOCK_H
-    group = tl.program_id(0) % groups
-    row = tl.arange(0, BLOCK_T * BLOCK_H)
-    t = (tl.program_id(0) // groups).to(tl.int64) * BLOCK_T + row // BLOCK_H
-    head = (group * BLOCK_H + row % BLOCK_H).to(tl.int64)
-    d = tl.arange(0, BLOCK_D)
+    # one program takes BLOCK_T tokens of HEADS neighbouring heads, keys or values
+    groups = H // HEADS
+    head = (tl.program_id(0) % groups).to(tl.int64) * HEADS
+    t = (tl.program_id(0) // groups).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     is_token = t < T
-    in_row = is_token[:, None] & (d < D)[None, :]
-    slot = tl.load(slots + t, mask=is_token, other=-1).to(tl.int64)
+    t = tl.minimum(t, T - 1)  # the last tile is filled up with its last token
     if tl.program_id(1) == 0:
-        source = k + t[:, None] * in_k_t + head[:, None] * in_k_h + d[None, :]
-        rows = tl.load(source, mask=in_row, other=0.0)
-        store_rows(
-            rows, k_cache, k_scale, slot, head, is_token, capacity, N,
-            k_p, k_n, k_h, ks_p, ks_n, ks_h, D,
+        store_heads(
+            k + t * in_k_t + head * in_k_h, in_k_h, slots, t, is_token, k_cache, k_scale, head,
+            capacity, N, k_p, k_n, k_h, ks_p, ks_n, ks_h, None, None, None, 0.0, D, 0, 0, HEADS,
         )  # fmt: skip
     else:
-        source = v + t[:, None] * in_v_t + head[:, None] * in_v_h + d[None, :]
-        rows = tl.load(source, mask=in_row, other=0.0)
-        store_rows(
-            rows, v_cache, v_scale, slot, head, is_token, capacity, N,
-            v_p, v_n, v_h, vs_p, vs_n, vs_h, D,
+        store_heads(
+            v + t * in_v_t + head * in_v_h, in_v_h, slots, t, is_token, v_cache, v_scale, head,
+            capacity, N, v_p, v_n, v_h, vs_p, vs_n, vs_h, None, None, None, 0.0, D, 0, 0, HEADS,
         )  # fmt: skip
 
 
@@ -47,8 +40,7 @@ def launch(k: Tensor, v: Tensor, slots: Tensor, cache: CacheTensors) -> Launch:
     """Prepare the launch that stores ``k`` and ``v``."""
     T, H, D = k.shape
     P, N = cache.k.shape[:2]
-    block_d = power_of_two(D)
-    block_t, block_h, warps = row_tile(2 * T * H, H, block_d)
+    block_t, heads = choose_tile(2 * T * H, D, H)
     arguments = (
         k, v, dense_ids(slots), *cache,
         T, H, P * N, N,
@@ -59,12 +51,11 @@ def launch(k: Tensor, v: Tensor, slots: Tensor, cache: CacheTensors) -> Launch:
     options = {
         "D": D,
         "BLOCK_T": block_t,
-        "BLOCK_H": block_h,
-        "BLOCK_D": block_d,
-        "num_warps": warps,
+        "HEADS": heads,
+        "num_warps": WARPS,
         "enable_fp_fusion": False,
     }
-    grid = (triton.cdiv(T, block_t) * (H // block_h), 2)
+    grid = (triton.cdiv(T, block_t) * (H // heads), 2)
     return Launch(_append_kernel, grid, arguments, options)
 
 

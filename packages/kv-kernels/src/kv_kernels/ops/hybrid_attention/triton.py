@@ -266,9 +266,9 @@ def _sum_kernel(
         base = tl.where(peak == -float("inf"), 0.0, peak)  # nothing seen: no inf - inf
         some = tl.load(totals + of_tile, there, other=0.0) * tl.exp2(some - base[None, :])
         total = total * tl.exp2(before - base) + tl.sum(some, axis=0)
-    acc = ()
+    acc: tl.tuple = ()
     for _ in tl.static_range(SLOTS):
-        acc = acc + (tl.zeros([BLOCK_M, BLOCK_J], tl.float32),)
+        acc += (tl.zeros([BLOCK_M, BLOCK_J], tl.float32),)
     n = tl.arange(0, BLOCK_N)
     for tile in range(0, last):
         column = tile * BLOCK_N + n
@@ -286,7 +286,7 @@ def _sum_kernel(
                 place, rope, ring_rope, new_rope, P, B,
                 rope_p, rope_n, ring_rope_p, ring_rope_n, new_rope_t, N, RING,
             )  # fmt: skip
-        sums = ()
+        sums: tl.tuple = ()
         for s in tl.static_range(SLOTS):
             group = part * SLOTS + s
             unit = None
@@ -297,7 +297,7 @@ def _sum_kernel(
                 code_at, rope_at, unit, group, DTYPE, HAS_FP8,
                 R > 0 and s == GROUPS % SLOTS, D, R, GROUP, GROUPS, BLOCK_J,
             )  # fmt: skip
-            sums = sums + (tl.dot(weight, rows, acc[s], input_precision="ieee"),)
+            sums += (tl.dot(weight, rows, acc[s], input_precision="ieee"),)
         acc = sums
 
     is_empty = total == 0
