@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -223,3 +224,15 @@ def test_what_is_only_finite_before_it_is_rounded_is_refused(quantize: Any) -> N
 def test_a_group_has_at_least_one_channel() -> None:
     with pytest.raises(SpecError, match="group must be at least 1, got 0"):
         quantize_fp8(torch.ones(1, 64), group=0)
+
+
+def test_results_are_floating_and_the_global_scale_is_positive() -> None:
+    x = torch.ones(2, 64)
+    stored = quantize_fp8(x), quantize_mxfp4(x), quantize_nvfp4(x)
+    decode = dequantize_fp8, dequantize_mxfp4, partial(dequantize_nvfp4, global_scale=1.0)
+    for (codes, scale), call in zip(stored, decode, strict=True):
+        with pytest.raises(DtypeError, match=r"floating dtype, got torch.int32; for example"):
+            call(codes, scale, dtype=torch.int32)
+    for total in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(SpecError, match=rf"global_scale must be positive .*, got {total}; use"):
+            quantize_nvfp4(x, total)

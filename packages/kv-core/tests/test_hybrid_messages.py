@@ -257,6 +257,7 @@ MESSAGES: list[tuple[Callable[[], KVCacheManager], Call, type[Exception], list[s
         ["handles must be those of the open step, got others"],
     ),
     (opened, lambda c: c.abort([]), kv.StaleHandleError, ["what acquire() returned"]),
+    (opened, lambda c: c.commit(None), kv.StaleHandleError, ["what acquire() returned"]),
     (
         opened,
         lambda c: c.commit(c._handles, accepted={"c": 1}),

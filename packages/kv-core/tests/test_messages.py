@@ -189,6 +189,10 @@ MESSAGES: list[tuple[Callable[..., Any], list[str]]] = [
         lambda: kv.dequantize_int8(X.char(), X[..., 0], torch.int32),
         ["dtype must be a floating dtype, got torch.int32", "torch.float32"],
     ),
+    (
+        lambda: kv.quantize_nvfp4(torch.ones(1, 16), 0.0),
+        ["global_scale must be positive and finite, got 0.0", "6 * 448"],
+    ),
     (lambda: SlotRegion(3, 0, 1, 1), ["name of a region must be a string, got 3", "'history'"]),
     (lambda: SlotRegion("", 0, 1, 1), ["name of a region must not be empty", "'history'"]),
     (lambda: SlotRegion("r", 0, 1, 1, 1), ["extends_length of region 'r' must be a bool, got 1"]),

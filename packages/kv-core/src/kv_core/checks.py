@@ -136,3 +136,13 @@ def check_int(
         raise error(f"{name} must be between {minimum} and {maximum}, got {number}")
     bound = f"at least {minimum}" if minimum is not None else f"at most {maximum}"
     raise error(f"{name} must be {bound}, got {number}")
+
+
+def check_float_dtype(dtype: object) -> None:
+    """Check that ``dtype`` is one that a result can be rounded to.
+
+    Raises:
+        DtypeError: Not a floating dtype.
+    """
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise DtypeError(f"dtype must be a floating dtype, got {dtype}; for example torch.float32")

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kv_core.checks import check_int, check_tensor
-from kv_core.errors import DtypeError, SnapshotError, SpecError
+from kv_core.checks import check_float_dtype, check_int, check_tensor
+from kv_core.errors import SnapshotError, SpecError
 from kv_core.snapshot import check_state
 
 _SIZES = ("batch", "num_views", "frames", "spatial", "width")
@@ -46,8 +46,7 @@ class TokenWindow:
         """Allocate the ring ``[B, V, frames, X, W]``."""
         sizes = (batch, num_views, frames, spatial, width)
         shape = [check_int(n, size, minimum=1) for n, size in zip(_SIZES, sizes, strict=True)]
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise DtypeError(f"dtype must be a floating dtype, got {dtype}; such as torch.float32")
+        check_float_dtype(dtype)
         with torch.inference_mode(False):
             self._ring = torch.zeros(shape, device=device, dtype=dtype)
         self._end = 0

@@ -4,11 +4,14 @@ Two codes share a byte; the even channel is the low nibble.
 """
 
 import itertools
+import math
 
 import torch
 from torch import Tensor
 
+from kv_core.checks import check_float_dtype
 from kv_core.codecs.scales import check_coded, check_groups, decode_ue8m0, power_of_two
+from kv_core.errors import SpecError
 
 MX_GROUP = 32
 NV_GROUP = 16
@@ -56,9 +59,10 @@ def dequantize_mxfp4(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.fl
         dtype: A floating dtype for the result.
 
     Raises:
-        DtypeError: Another dtype or device.
+        DtypeError: Another dtype or device, or ``dtype`` is not floating.
         ShapeError: Sizes that do not fit each other.
     """
+    check_float_dtype(dtype)
     values = _unpack(codes, scale, MX_GROUP, torch.uint8)
     return (values * decode_ue8m0(scale)[..., None]).flatten(-2).to(dtype)
 
@@ -84,9 +88,15 @@ def quantize_nvfp4(
     Raises:
         DtypeError: ``x`` is not a floating tensor.
         ShapeError: D is not a multiple of 16.
-        SpecError: ``checked`` and an element is not finite.
+        SpecError: ``global_scale`` is a number that is not positive and finite; or ``checked``, and
+            an element is not finite.
     """
     rows = check_groups(x, NV_GROUP, checked=checked)
+    if not isinstance(global_scale, Tensor) and not 0 < global_scale < math.inf:
+        raise SpecError(
+            f"global_scale must be positive and finite, got {global_scale}; use the largest "
+            "magnitude that is expected, divided by 6 * 448"
+        )
     amax = rows.abs().amax(-1)
     finite = amax.isfinite()
     total = torch.as_tensor(global_scale, dtype=torch.float32, device=x.device)
@@ -114,9 +124,10 @@ def dequantize_nvfp4(
         dtype: A floating dtype for the result.
 
     Raises:
-        DtypeError: Another dtype or device.
+        DtypeError: Another dtype or device, or ``dtype`` is not floating.
         ShapeError: Sizes that do not fit each other.
     """
+    check_float_dtype(dtype)
     values = _unpack(codes, scale, NV_GROUP, torch.float8_e4m3fn)
     total = torch.as_tensor(global_scale, dtype=torch.float32, device=codes.device)
     return (values * (scale.float() * total)[..., None]).flatten(-2).to(dtype)

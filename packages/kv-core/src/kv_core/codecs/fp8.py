@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kv_core.checks import check_float_dtype
 from kv_core.codecs.scales import check_coded, check_groups, decode_ue8m0, power_of_two
 
 GROUP = 64
@@ -54,9 +55,10 @@ def dequantize_fp8(
         group: Channels that share a scale.
 
     Raises:
-        DtypeError: Another dtype or device.
+        DtypeError: Another dtype or device, or ``dtype`` is not floating.
         ShapeError: Sizes that do not fit each other.
     """
+    check_float_dtype(dtype)
     shape = check_coded(
         codes, scale, group, codes_dtype=torch.float8_e4m3fn, scale_dtype=torch.uint8
     )

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kv_core.checks import check_tensor
+from kv_core.checks import check_float_dtype, check_tensor
 from kv_core.errors import DtypeError, ShapeError, SpecError
 
 # Below this a row is taken for zero: 127 divided by it is still a finite FP32 number.
@@ -70,8 +70,7 @@ def dequantize_int8(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.flo
             ``dtype`` is not floating.
         ShapeError: ``scale`` does not have one number for each row.
     """
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise DtypeError(f"dtype must be a floating dtype, got {dtype}; for example torch.float32")
+    check_float_dtype(dtype)
     rank = codes.dim() if isinstance(codes, Tensor) else 1
     rows = [f"N{axis}" for axis in range(rank - 1)]
     check_tensor("codes", codes, " ".join([*rows, "D"]), {}, dtype=torch.int8)

@@ -191,10 +191,12 @@ class KVCacheManager:
         table = self._table
         found = find_runs(request_ids, positions)
         T, B = self._padded(len(request_ids), len(found), pad_tokens, pad_requests)
+        drafts = (
+            speculative if isinstance(speculative, Collection) else found if speculative else ()
+        )
         for request, (start, count) in found.items():
             self._check_run(request, start, count)
-            is_draft = speculative if isinstance(speculative, bool) else request in speculative
-            if is_draft and count > self.spec.max_draft:
+            if request in drafts and count > self.spec.max_draft:
                 raise RingTooSmall(
                     f"request {request!r} has a speculative run of {count} tokens, got rings for "
                     f"{self.spec.max_draft}; build the spec with for_draft({count})"
@@ -658,7 +660,7 @@ class KVCacheManager:
             )
 
     def _check_handles(self, handles: Handles) -> None:
-        given = [handles] if isinstance(handles, LayerCacheHandle) else list(handles)
+        given = [handles] if isinstance(handles, LayerCacheHandle) else list(handles or ())
         ours = all(any(handle is known for known in self._handles) for handle in given)
         if not self._open.is_open or not given or not ours:
             got = "others" if self._open.is_open else "some although no step is open"
