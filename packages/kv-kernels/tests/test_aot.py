@@ -47,9 +47,11 @@ def test_every_operation_has_a_kernel_among_them() -> None:
 
 def test_the_interpreter_is_refused_by_name() -> None:
     import torch
-    from kv_kernels.ops.paged_inputs import paged_query
+    from kv_core import KVFormat
+    from kv_kernels.library import call_query
 
-    query = paged_query("gather", "INT8", "INT8", torch.device("cpu"), torch.float32, 16, True)
+    int8, cpu = KVFormat.INT8, torch.device("cpu")
+    query = call_query("gather", int8, int8, cpu, torch.float32, 16, True)
     if rejects_interpreted(query) is not None:
         pytest.skip("Triton compiles in this process")
     with pytest.raises(SpecError, match="TRITON_INTERPRET must not be set to compile"):

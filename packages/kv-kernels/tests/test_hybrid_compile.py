@@ -9,7 +9,7 @@ import pytest
 import torch
 from kv_core import Compression, HybridSpec, KeyFormat, KVCacheManager, LayerCacheHandle, RowFormat
 from kv_kernels import find, hybrid_attention, hybrid_ops, indexer_topk
-from kv_kernels.ops.hybrid_inputs import hybrid_query
+from kv_kernels.library import call_query
 from kv_kernels.registry import ROWS, NoKernelError, load
 from kv_kernels.testing import random_hybrid
 from torch import Tensor
@@ -46,7 +46,7 @@ def _reset() -> Iterator[None]:
 def backend(request: pytest.FixtureRequest) -> str:
     """Each backend that this machine can run on the CPU."""
     fmt = RowFormat.FP32
-    query = hybrid_query("append_swa", fmt, fmt, CPU, torch.float32, D, True)
+    query = call_query("append_swa", fmt, fmt, CPU, torch.float32, D, True)
     try:
         find(query, request.param)
     except NoKernelError as error:

@@ -118,8 +118,8 @@ WRONG: dict[str, tuple[Call, type[KVError], str]] = {
     "queries in double": (
         lambda s: hybrid_attention(**s.attention(q=torch.zeros(T + 1, HQ, D).double())),
         DtypeError,
-        "q must be float32, float16 or bfloat16, got torch.float64; convert it, what is stored is "
-        "encoded by the cache itself",
+        "q must be float32, float16 or bfloat16, got torch.float64; convert it, the cache "
+        "itself encodes what it stores",
     ),
     "rows by head": (
         lambda s: hybrid_attention(**s.attention(kv_new=torch.zeros(T + 1, 1, D))),
@@ -297,7 +297,7 @@ WRONG: dict[str, tuple[Call, type[KVError], str]] = {
     "rows in double": (
         lambda s: s.handles[1].write_swa(torch.zeros(T + 1, D).double()),
         DtypeError,
-        "rows must be float32, float16 or bfloat16, got torch.float64; convert it, what is stored",
+        "rows must be float32, float16 or bfloat16, got torch.float64; convert it, the cache",
     ),
     "rows with grad": (
         lambda s: s.handles[1].write_swa(torch.zeros(T + 1, D, requires_grad=True)),

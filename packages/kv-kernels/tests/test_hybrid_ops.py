@@ -14,7 +14,7 @@ from kv_core import (
     RowFormat,
 )
 from kv_kernels import HybridKernels, hybrid_attention, hybrid_ops, indexer_topk
-from kv_kernels.ops.hybrid_inputs import hybrid_query
+from kv_kernels.library import call_query
 from kv_kernels.registry import ROWS, Row, format_pair
 from kv_kernels.testing import (
     assert_picks,
@@ -137,7 +137,7 @@ def cases(op: str, steps: dict[str, Any], small: dict[str, Any]) -> list[Any]:
 
 
 def skip_rejected(row: Row, dtype: torch.dtype, dim: int, **facts: Any) -> None:
-    query = hybrid_query(row.op, row.k_format, row.v_format, CPU, dtype, dim, True, **facts)
+    query = call_query(row.op, row.k_format, row.v_format, CPU, dtype, dim, True, **facts)
     reasons = [r.rejects(query) for r in ROWS if (r.op, r.k_format, r.v_format, r.backend) == (
         row.op, row.k_format, row.v_format, row.backend)]  # fmt: skip
     if None not in reasons:

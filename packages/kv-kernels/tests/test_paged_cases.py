@@ -21,7 +21,7 @@ from kv_kernels import (
     paged_write,
     registry,
 )
-from kv_kernels.ops.paged_inputs import paged_query
+from kv_kernels.library import call_query
 from kv_kernels.registry import Row
 from kv_kernels.testing import (
     assert_within_budget,
@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(params=["torch", "triton"])
 def backend(request: pytest.FixtureRequest) -> str:
     """Each backend that this machine can run on the CPU."""
-    query = paged_query("append", "FP32", "FP32", CPU, torch.float32, 8, True)
+    query = call_query("append", KVFormat.FP32, KVFormat.FP32, CPU, torch.float32, 8, True)
     try:
         find(query, request.param)
     except NoKernelError as error:
@@ -270,7 +270,8 @@ def test_d09_batches_of_chunks_with_splits(backend: str, splits: int, window: in
 
 def test_d16_the_choice_and_every_refusal_can_be_read(caplog: pytest.LogCaptureFixture) -> None:
     find.cache_clear()
-    query = paged_query("paged_decode_attention", "BF16", "BF16", CPU, torch.bfloat16, 24, True)
+    bf16 = KVFormat.BF16
+    query = call_query("paged_decode_attention", bf16, bf16, CPU, torch.bfloat16, 24, True)
     answers = [(row.backend, reason) for row, reason in explain(query)]
     assert [backend for backend, _ in answers] == ["triton", "varlen", "torch", "triton"]
     assert [reason for _, reason in answers[:3]] == [
@@ -319,7 +320,8 @@ def test_d17_any_size_of_a_block_works(backend: str, N: int) -> None:
 
 
 def test_d17_a_head_of_512_works_or_is_refused_by_its_limit() -> None:
-    query = paged_query("paged_decode_attention", "FP32", "FP32", CPU, torch.float32, 512, True)
+    fp32 = KVFormat.FP32
+    query = call_query("paged_decode_attention", fp32, fp32, CPU, torch.float32, 512, True)
     reasons = [reason for row, reason in explain(query) if row.backend == "triton"]
     assert all(reasons)
     g = torch.Generator().manual_seed(0)

@@ -12,7 +12,7 @@ from kv_core.layer import KVLayer
 from kv_core.spec import KVFormat, KVSpec
 from kv_core.step import Step
 from kv_kernels import append, find, gather, paged_decode_attention, paged_write
-from kv_kernels.ops.paged_inputs import paged_query
+from kv_kernels.library import call_query
 from kv_kernels.testing import make_layer, make_step, random_paged, storage_bytes
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
@@ -36,7 +36,7 @@ def _reset() -> Iterator[None]:
 @pytest.fixture(params=["torch", "triton"])
 def backend(request: pytest.FixtureRequest) -> str:
     """Each backend that this machine can run on the CPU."""
-    query = paged_query("append", "FP32", "FP32", CPU, torch.float32, 8, True)
+    query = call_query("append", KVFormat.FP32, KVFormat.FP32, CPU, torch.float32, 8, True)
     try:
         find(query, request.param)
     except NoKernelError as error:

@@ -122,8 +122,8 @@ WRONG: dict[str, tuple[Callable[..., Any], dict[str, Any], type[KVError], str]] 
         append,
         {"k": torch.zeros(T, H, D, dtype=torch.int8)},
         DtypeError,
-        "k must be float32, float16 or bfloat16, got torch.int8; convert it, an INT8 layer "
-        "quantises by itself",
+        "k must be float32, float16 or bfloat16, got torch.int8; convert it, "
+        "the cache itself encodes what it stores",
     ),
     "keys and values of two dtypes": (
         append,

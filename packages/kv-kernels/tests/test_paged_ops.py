@@ -15,7 +15,7 @@ from kv_kernels import (
     paged_write,
     split_qkv_norm_rope,
 )
-from kv_kernels.ops.paged_inputs import paged_query
+from kv_kernels.library import call_query
 from kv_kernels.registry import ROWS, Row, format_pair
 from kv_kernels.testing import (
     assert_within_budget,
@@ -159,8 +159,8 @@ def skip(skip_if_rejected: Callable[..., None]) -> Callable[..., None]:
             if (other.op, other.k_format, other.v_format, other.backend)
             == (row.op, row.k_format, row.v_format, row.backend)
         ]
-        query = paged_query(
-            row.op, row.k_format.name, row.v_format.name, torch.device("cpu"), call.dtype, call.D,
+        query = call_query(
+            row.op, row.k_format, row.v_format, torch.device("cpu"), call.dtype, call.D,
             True, **more,
         )  # fmt: skip
         if all(other.rejects(query) for other in alike):

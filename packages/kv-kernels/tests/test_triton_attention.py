@@ -10,8 +10,8 @@ from kv_core.layer import KVLayer
 from kv_core.spec import KVFormat, KVSpec
 from kv_core.step import Step
 from kv_kernels import append, gather, paged_decode_attention, paged_write
+from kv_kernels.library import call_query
 from kv_kernels.ops.cache import CacheTensors
-from kv_kernels.ops.paged_inputs import paged_query
 from kv_kernels.testing import (
     error_budget,
     largest_error,
@@ -22,7 +22,7 @@ from kv_kernels.triton_rules import rejects_interpreted
 from torch import Tensor
 
 REFUSED = rejects_interpreted(
-    paged_query("gather", "INT8", "INT8", torch.device("cpu"), torch.float32, 16, True)
+    call_query("gather", KVFormat.INT8, KVFormat.INT8, torch.device("cpu"), torch.float32, 16, True)
 )
 pytestmark = [
     pytest.mark.skipif(REFUSED is not None, reason=str(REFUSED)),

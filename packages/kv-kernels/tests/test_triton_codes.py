@@ -14,7 +14,7 @@ from kv_core.layer import KVLayer
 from kv_core.spec import KVFormat, KVSpec
 from kv_core.step import Step
 from kv_kernels import append, gather, paged_write, split_qkv_norm_rope
-from kv_kernels.ops.paged_inputs import paged_query
+from kv_kernels.library import call_query
 from kv_kernels.registry import ROWS, Query, load
 from kv_kernels.testing import make_layer, storage_bytes
 from kv_kernels.triton_rules import rejects_cuda, rejects_interpreted
@@ -27,9 +27,9 @@ CPU = torch.device("cpu")
 
 
 def query(op: str = "append", dtype: torch.dtype = torch.float32, **changes: object) -> Query:
-    arguments = {"device": CPU, "head_dim": 64, "unit_stride": True, "format": "INT8", **changes}
+    arguments = {"device": CPU, "dim": 64, "unit_stride": True, "format": "INT8", **changes}
     fmt = arguments.pop("format")
-    return paged_query(op, fmt, fmt, dtype=dtype, **arguments)  # type: ignore[arg-type]
+    return call_query(op, KVFormat[fmt], KVFormat[fmt], dtype=dtype, **arguments)  # type: ignore[arg-type]
 
 
 interpreted = pytest.mark.skipif(
@@ -268,7 +268,7 @@ def test_the_rules_name_the_limit_and_the_value(
 
     assert reason("append") is None
     assert reason("append", torch.float16, format="BF16") is None
-    assert str(reason("paged_write", head_dim=512)).endswith("takes D up to 256, got 512")
+    assert str(reason("paged_write", dim=512)).endswith("takes D up to 256, got 512")
     assert "last axis" in str(reason("append", unit_stride=False))
     attention = str(reason("paged_decode_attention", torch.float16, format="BF16"))
     assert attention.endswith("needs keys in the dtype of the queries (float16), got bfloat16")

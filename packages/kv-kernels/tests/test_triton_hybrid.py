@@ -13,10 +13,10 @@ from kv_core.hybrid.paged_pool import PagedKVPool
 from kv_core.hybrid.reference import compress as compress_plain
 from kv_core.hybrid.state_pool import StateCachePool
 from kv_kernels import HybridKernels, hybrid_attention, indexer_topk
+from kv_kernels.library import call_query
 from kv_kernels.ops.append_swa import append_swa
 from kv_kernels.ops.append_tail import append_tail
 from kv_kernels.ops.flush_compression import flush_compression
-from kv_kernels.ops.hybrid_inputs import hybrid_query
 from kv_kernels.registry import format_pair
 from kv_kernels.testing import (
     error_budget,
@@ -36,7 +36,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 def query(op: str, dim: int = 512, **facts: Any) -> Any:
     fmt = RowFormat.FP8
-    return hybrid_query(op, fmt, fmt, torch.device("cpu"), torch.float32, dim, True, **facts)
+    return call_query(op, fmt, fmt, torch.device("cpu"), torch.float32, dim, True, **facts)
 
 
 REFUSED = rejects_interpreted(query("append_swa"))

@@ -9,6 +9,8 @@ import torch
 from kv_core.errors import DtypeError, NoKernelError, SpecError
 from torch import Tensor
 
+from kv_kernels.registry import Format, Query
+
 _LARGEST = torch.finfo(torch.float32).max
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -34,6 +36,50 @@ def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> 
 def capability(device: torch.device) -> tuple[int, int] | None:
     """Return the CUDA compute capability of a device, None for any other kind."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def dense(*tensors: Tensor | None) -> bool:
+    """Whether the elements of the last axis of every tensor lie next to each other."""
+    return all(t is None or t.shape[-1] < 2 or t.stride(-1) == 1 for t in tensors)
+
+
+@functools.lru_cache(maxsize=1024)
+def call_query(
+    op: str,
+    k_format: Format,
+    v_format: Format,
+    device: torch.device,
+    dtype: torch.dtype,
+    dim: int,
+    unit_stride: bool,
+    **facts: Any,
+) -> Query:
+    """Return what a call asks of a row; the same arguments give the same object."""
+    return Query(
+        op=op,
+        k_format=k_format,
+        v_format=v_format,
+        device=device.type,
+        capability=capability(device),
+        dtype=dtype,
+        k_dim=dim,
+        v_dim=dim,
+        unit_stride=unit_stride,
+        **facts,
+    )
+
+
+def check_activations(name: str, tensor: Tensor) -> None:
+    """Check that activations have a dtype that kernels take.
+
+    Raises:
+        DtypeError: Not FP32, FP16 or BF16.
+    """
+    if tensor.dtype not in FLOATS:
+        raise DtypeError(
+            f"{name} must be float32, float16 or bfloat16, got {tensor.dtype}; convert it, "
+            "the cache itself encodes what it stores"
+        )
 
 
 def refuse_grad(op: str, tensors: Iterable[Tensor | None]) -> None:

@@ -1,18 +1,12 @@
-"""What every operation on a layer checks of its arguments, and asks the table."""
+"""What every operation on a layer checks of its arguments."""
 
-import functools
-from typing import Any
-
-import torch
 from kv_core.checks import check_tensor
 from kv_core.errors import DtypeError, ShapeError
 from kv_core.layer import KVLayer
-from kv_core.spec import KVFormat
 from kv_core.step import Step
 from torch import Tensor
 
-from kv_kernels.library import FLOATS, capability
-from kv_kernels.registry import Query
+from kv_kernels.library import check_activations
 
 
 def check_step(layer: object, step: object) -> None:
@@ -62,20 +56,8 @@ def check_rows(name: str, rows: object, heads: str, layer: KVLayer, step: Step) 
         name, rows, f"T {heads} D", sizes, device=layer.device,
         hint="T is the tokens of the step with its padding, the rest is the layer's",
     )  # fmt: skip
-    check_float(name, rows)
-
-
-def check_float(name: str, tensor: Any) -> None:
-    """Check that activations have a dtype that kernels take.
-
-    Raises:
-        DtypeError: Not FP32, FP16 or BF16.
-    """
-    if tensor.dtype not in FLOATS:
-        raise DtypeError(
-            f"{name} must be float32, float16 or bfloat16, got {tensor.dtype}; convert it, an INT8 "
-            "layer quantises by itself"
-        )
+    assert isinstance(rows, Tensor)
+    check_activations(name, rows)
 
 
 def check_groups(name: str, query_heads: int, kv_heads: int) -> None:
@@ -89,36 +71,3 @@ def check_groups(name: str, query_heads: int, kv_heads: int) -> None:
             f"{name} must have a multiple of the H={kv_heads} key/value heads, got "
             f"Hq={query_heads}; every key/value head serves as many query heads"
         )
-
-
-def dense(*tensors: Tensor | None) -> bool:
-    """Whether the elements of the last axis of every tensor lie next to each other."""
-    return all(t is None or t.shape[-1] < 2 or t.stride(-1) == 1 for t in tensors)
-
-
-@functools.lru_cache(maxsize=1024)
-def paged_query(
-    op: str,
-    k_format: str,
-    v_format: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    unit_stride: bool,
-    group: int = 1,
-    lse: bool = False,
-) -> Query:
-    """Return what a call asks of a row; the same arguments give the same object."""
-    return Query(
-        op=op,
-        k_format=KVFormat[k_format],
-        v_format=KVFormat[v_format],
-        device=device.type,
-        capability=capability(device),
-        dtype=dtype,
-        k_dim=head_dim,
-        v_dim=head_dim,
-        group=group,
-        lse=lse,
-        unit_stride=unit_stride,
-    )

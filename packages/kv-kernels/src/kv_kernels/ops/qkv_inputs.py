@@ -7,8 +7,8 @@ from kv_core.errors import DtypeError, ShapeError, SpecError
 from kv_core.step import check_ids
 from torch import Tensor
 
-from kv_kernels.library import check_number, refuse_grad
-from kv_kernels.ops.paged_inputs import check_float, check_groups
+from kv_kernels.library import check_activations, check_number, refuse_grad
+from kv_kernels.ops.paged_inputs import check_groups
 
 Rope = Literal["none", "half", "interleaved"]
 
@@ -49,7 +49,7 @@ def check_qkv(
     """
     D = head_dim
     check_tensor("qkv", qkv, "T (Hq+2H)*D", {})
-    check_float("qkv", qkv)
+    check_activations("qkv", qkv)
     heads = qkv.shape[1] // D
     if qkv.shape[1] % D or heads <= 2 * kv_heads:
         raise ShapeError(

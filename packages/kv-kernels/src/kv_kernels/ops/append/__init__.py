@@ -3,12 +3,13 @@
 import torch
 from kv_core.checks import check_tensor
 from kv_core.layer import KVLayer
+from kv_core.spec import KVFormat
 from kv_core.step import Step
 from torch import Tensor
 
-from kv_kernels.library import refuse_grad, register
+from kv_kernels.library import call_query, dense, refuse_grad, register
 from kv_kernels.ops.cache import CacheTensors
-from kv_kernels.ops.paged_inputs import check_rows, check_step, dense, paged_query
+from kv_kernels.ops.paged_inputs import check_rows, check_step
 from kv_kernels.ops.step_values import check_finite, check_slots
 from kv_kernels.registry import find
 
@@ -71,8 +72,8 @@ def _run(
     v_format: str,
     backend: str | None,
 ) -> None:
-    query = paged_query(
-        "append", k_format, v_format, k.device, k.dtype, k.shape[2],
+    query = call_query(
+        "append", KVFormat[k_format], KVFormat[v_format], k.device, k.dtype, k.shape[2],
         dense(k, v, k_cache, v_cache),
     )  # fmt: skip
     run = find(query, backend)

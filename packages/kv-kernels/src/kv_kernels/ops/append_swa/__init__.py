@@ -6,9 +6,7 @@ from kv_core.hybrid.state_pool import StateCachePool
 from kv_core.hybrid.step import HybridStep
 from torch import Tensor
 
-from kv_kernels.library import refuse_grad, register
-from kv_kernels.ops.hybrid_inputs import check_activations, hybrid_query
-from kv_kernels.ops.paged_inputs import dense
+from kv_kernels.library import call_query, check_activations, dense, refuse_grad, register
 from kv_kernels.registry import find
 
 
@@ -53,7 +51,7 @@ def _run(
     backend: str | None,
 ) -> None:
     fmt, ring = RowFormat[row_format], RowTensors(codes, rope, scale)
-    query = hybrid_query(
+    query = call_query(
         "append_swa", fmt, fmt, rows.device, rows.dtype, rows.shape[1], dense(rows, *ring)
     )
     run = find(query, backend)

@@ -7,9 +7,7 @@ from kv_core.hybrid.step import HybridStep
 from kv_core.spec import KVFormat
 from torch import Tensor
 
-from kv_kernels.library import refuse_grad, register
-from kv_kernels.ops.hybrid_inputs import check_activations, hybrid_query
-from kv_kernels.ops.paged_inputs import dense
+from kv_kernels.library import call_query, check_activations, dense, refuse_grad, register
 from kv_kernels.registry import find
 
 
@@ -49,7 +47,7 @@ def append_tail(
 def _run(
     value: Tensor, score: Tensor, tail_slot: Tensor, tail: Tensor, backend: str | None
 ) -> None:
-    query = hybrid_query(
+    query = call_query(
         "append_tail", KVFormat.FP32, KVFormat.FP32, value.device, value.dtype, value.shape[1],
         dense(value, score, tail),
     )  # fmt: skip

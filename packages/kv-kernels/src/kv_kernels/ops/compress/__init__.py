@@ -7,9 +7,7 @@ from kv_core.hybrid.step import HybridStep
 from kv_core.spec import KVFormat
 from torch import Tensor
 
-from kv_kernels.library import refuse_grad, register
-from kv_kernels.ops.hybrid_inputs import check_activations, hybrid_query
-from kv_kernels.ops.paged_inputs import dense
+from kv_kernels.library import call_query, check_activations, dense, refuse_grad, register
 from kv_kernels.registry import find
 
 
@@ -80,7 +78,7 @@ def _run(
     overlap: bool,
     backend: str | None,
 ) -> Tensor:
-    query = hybrid_query(
+    query = call_query(
         "compress", KVFormat.FP32, KVFormat.FP32, value.device, value.dtype, weight.shape[0],
         dense(value, score, tail, weight, cos, sin),
     )  # fmt: skip

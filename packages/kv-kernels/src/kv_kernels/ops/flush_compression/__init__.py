@@ -6,9 +6,7 @@ from kv_core.hybrid.paged_pool import PagedKVPool
 from kv_core.hybrid.rows import RowFormat, RowTensors
 from torch import Tensor
 
-from kv_kernels.library import refuse_grad, register
-from kv_kernels.ops.hybrid_inputs import check_activations, hybrid_query
-from kv_kernels.ops.paged_inputs import dense
+from kv_kernels.library import call_query, check_activations, dense, refuse_grad, register
 from kv_kernels.registry import find
 
 
@@ -67,7 +65,7 @@ def _run(
     row_fmt, pool = RowFormat[row_format], RowTensors(codes, rope, scale)
     key_fmt = None if key_format is None else KeyFormat[key_format]
     stored = None if key_codes is None else KeyTensors(key_codes, key_scale)
-    query = hybrid_query(
+    query = call_query(
         "flush_compression", row_fmt, key_fmt or row_fmt, entries.device, entries.dtype,
         entries.shape[1], dense(entries, keys, *pool, *(stored or ())),
     )  # fmt: skip

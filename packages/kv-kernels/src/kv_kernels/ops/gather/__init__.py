@@ -4,12 +4,13 @@ import torch
 from kv_core.checks import check_int
 from kv_core.errors import DtypeError
 from kv_core.layer import KVLayer
+from kv_core.spec import KVFormat
 from kv_core.step import Step
 from torch import Tensor
 
-from kv_kernels.library import FLOATS, register
+from kv_kernels.library import FLOATS, call_query, dense, register
 from kv_kernels.ops.cache import CacheTensors
-from kv_kernels.ops.paged_inputs import check_step, dense, paged_query
+from kv_kernels.ops.paged_inputs import check_step
 from kv_kernels.ops.step_values import check_tables
 from kv_kernels.registry import find
 
@@ -79,8 +80,8 @@ def _run(
     v_format: str,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
-    query = paged_query(
-        "gather", k_format, v_format, k_cache.device, dtype, k_cache.shape[3],
+    query = call_query(
+        "gather", KVFormat[k_format], KVFormat[v_format], k_cache.device, dtype, k_cache.shape[3],
         dense(k_cache, v_cache),
     )  # fmt: skip
     run = find(query, backend)

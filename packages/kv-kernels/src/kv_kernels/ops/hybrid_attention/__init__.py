@@ -9,10 +9,16 @@ from kv_core.hybrid.rows import RowFormat, RowTensors
 from kv_core.hybrid.views import ClassicalView, SWAView
 from torch import Tensor
 
-from kv_kernels.library import checked_scale, refuse_grad, register
-from kv_kernels.ops.hybrid_inputs import IDS, check_activations, check_view, hybrid_query
+from kv_kernels.library import (
+    call_query,
+    check_activations,
+    checked_scale,
+    dense,
+    refuse_grad,
+    register,
+)
+from kv_kernels.ops.hybrid_inputs import IDS, check_view
 from kv_kernels.ops.hybrid_values import check_picks, check_table
-from kv_kernels.ops.paged_inputs import dense
 from kv_kernels.registry import find
 
 
@@ -222,7 +228,7 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     fmt, ring = RowFormat[row_format], RowTensors(ring_codes, ring_rope, ring_scale)
     pool = None if codes is None else RowTensors(codes, rope, scales)
-    query = hybrid_query(
+    query = call_query(
         "hybrid_attention", fmt, fmt, q.device, q.dtype, q.shape[2],
         dense(q, kv_new, *ring, *(pool or ()), picked, cos, sin), group=q.shape[1], lse=return_lse,
     )  # fmt: skip

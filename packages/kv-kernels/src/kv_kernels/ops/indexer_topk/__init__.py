@@ -6,10 +6,9 @@ from kv_core.hybrid.keys import KeyFormat, KeyTensors
 from kv_core.hybrid.views import IndexerView
 from torch import Tensor
 
-from kv_kernels.library import refuse_grad, register
-from kv_kernels.ops.hybrid_inputs import check_activations, check_view, hybrid_query
+from kv_kernels.library import call_query, check_activations, dense, refuse_grad, register
+from kv_kernels.ops.hybrid_inputs import check_view
 from kv_kernels.ops.hybrid_values import check_table
-from kv_kernels.ops.paged_inputs import dense
 from kv_kernels.registry import find
 
 
@@ -87,7 +86,7 @@ def _run(
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     fmt, stored = KeyFormat[key_format], KeyTensors(codes, scale)
-    query = hybrid_query(
+    query = call_query(
         "indexer_topk", fmt, fmt, iq.device, iq.dtype, iq.shape[2],
         dense(iq, iweights, *stored), group=iq.shape[1],
     )  # fmt: skip

@@ -5,12 +5,13 @@ from typing import Literal, overload
 import torch
 from kv_core.checks import check_int
 from kv_core.layer import KVLayer
+from kv_core.spec import KVFormat
 from kv_core.step import Step
 from torch import Tensor
 
-from kv_kernels.library import check_number, checked_scale, refuse_grad, register
+from kv_kernels.library import call_query, check_number, checked_scale, dense, refuse_grad, register
 from kv_kernels.ops.cache import CacheTensors
-from kv_kernels.ops.paged_inputs import check_groups, check_rows, check_step, dense, paged_query
+from kv_kernels.ops.paged_inputs import check_groups, check_rows, check_step
 from kv_kernels.ops.step_values import check_queries, check_tables
 from kv_kernels.registry import find
 
@@ -139,9 +140,10 @@ def _run(
     backend: str | None,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    query = paged_query(
-        "paged_decode_attention", k_format, v_format, q.device, q.dtype, q.shape[2],
-        dense(q, k_cache, v_cache), q.shape[1] // k_cache.shape[2], return_lse,
+    query = call_query(
+        "paged_decode_attention", KVFormat[k_format], KVFormat[v_format], q.device, q.dtype,
+        q.shape[2],
+        dense(q, k_cache, v_cache), group=q.shape[1] // k_cache.shape[2], lse=return_lse,
     )  # fmt: skip
     run = find(query, backend)
     if not q.shape[0]:

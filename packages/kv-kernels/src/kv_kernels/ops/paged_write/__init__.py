@@ -3,12 +3,13 @@
 import torch
 from kv_core.checks import check_tensor
 from kv_core.layer import KVLayer
+from kv_core.spec import KVFormat
 from kv_core.step import Step
 from torch import Tensor
 
-from kv_kernels.library import register
+from kv_kernels.library import call_query, dense, register
 from kv_kernels.ops.cache import CacheTensors
-from kv_kernels.ops.paged_inputs import check_step, dense, paged_query
+from kv_kernels.ops.paged_inputs import check_step
 from kv_kernels.ops.qkv_inputs import Rope, check_qkv
 from kv_kernels.ops.step_values import check_finite, check_positions, check_slots
 from kv_kernels.registry import find
@@ -112,10 +113,10 @@ def _run(
     backend: str | None,
 ) -> Tensor:
     H, D = k_cache.shape[2:]
-    query = paged_query(
-        "paged_write", k_format, v_format, qkv.device, qkv.dtype, D,
+    query = call_query(
+        "paged_write", KVFormat[k_format], KVFormat[v_format], qkv.device, qkv.dtype, D,
         dense(qkv, q_norm, k_norm, cos, sin, k_cache, v_cache),
-        qkv.shape[1] // D // H - 2,
+        group=qkv.shape[1] // D // H - 2,
     )  # fmt: skip
     run = find(query, backend)
     if not qkv.shape[0]:

@@ -5,8 +5,7 @@ from kv_core.checks import check_int
 from kv_core.spec import KVFormat
 from torch import Tensor
 
-from kv_kernels.library import register
-from kv_kernels.ops.paged_inputs import dense, paged_query
+from kv_kernels.library import call_query, dense, register
 from kv_kernels.ops.qkv_inputs import Rope, check_qkv
 from kv_kernels.ops.step_values import check_positions
 from kv_kernels.registry import find
@@ -90,11 +89,11 @@ def _run(
     eps: float,
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    name = KVFormat.of(qkv.dtype).name
-    query = paged_query(
-        "split_qkv_norm_rope", name, name, qkv.device, qkv.dtype, head_dim,
+    fmt = KVFormat.of(qkv.dtype)
+    query = call_query(
+        "split_qkv_norm_rope", fmt, fmt, qkv.device, qkv.dtype, head_dim,
         dense(qkv, q_norm, k_norm, cos, sin),
-        qkv.shape[1] // head_dim // kv_heads - 2,
+        group=qkv.shape[1] // head_dim // kv_heads - 2,
     )  # fmt: skip
     run = find(query, backend)
     if not qkv.shape[0]:
