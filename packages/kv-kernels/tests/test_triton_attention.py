@@ -115,6 +115,33 @@ def test_any_block_size_and_any_group(N: int, G: int) -> None:
     call.check()
 
 
+@pytest.mark.parametrize("G", [1, 2, 4, 5, 8, 11, 16, 20])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_codes_are_multiplied_for_any_group(G: int, dtype: torch.dtype) -> None:
+    """A few rows a head are split into bytes, one or two tiles of them; more are converted."""
+    call = Call(
+        [75, 40, 0, 33], [1, 2, 0, 1], fmt=KVFormat.INT8, dtype=dtype, heads=(2 * G, 2),
+        D=80 if G == 5 else 32, N=32 if G % 2 else 3, pad_tokens=1,
+    )  # fmt: skip
+    call.check(num_splits=2)
+    call.check(softcap=4.0, window_left=20)
+
+
+def test_queries_of_any_size_meet_codes() -> None:
+    """Rows of one tile have a unit each: huge, tiny, zero, with one large channel, and NaN."""
+    call = Call([75, 40], [1, 1], fmt=KVFormat.INT8, dtype=torch.bfloat16, heads=(6, 1), D=32)
+    for row, factor in enumerate([3e30, 1e-30, 0.0]):
+        call.q[:, row] *= factor
+    call.q[:, 3, 7] = 900.0
+    scale = 1e-3
+    call.check(scale=scale)
+    call.q[0, 4, 3], call.q[1, 5, 0] = torch.nan, torch.inf
+    out, lse = call.run(scale=scale)
+    bad = torch.zeros(2, 6, dtype=torch.bool)
+    bad[0, 4], bad[1, 5] = True, True
+    assert torch.equal(out.isnan().any(-1), bad) and torch.equal(lse.isnan(), bad)
+
+
 def test_a_contiguous_layer_is_one_block_a_sequence() -> None:
     call = Call([70, 9, 128], [1, 9, 2], capacity=128, fmt=KVFormat.INT8)
     call.check(num_splits=2)
