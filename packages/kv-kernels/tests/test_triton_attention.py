@@ -142,6 +142,26 @@ def test_queries_of_any_size_meet_codes() -> None:
     assert torch.equal(out.isnan().any(-1), bad) and torch.equal(lse.isnan(), bad)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_a_large_value_leaves_the_channels_of_others_alone(dtype: torch.dtype) -> None:
+    """Weights are rounded against the largest of a tile: one value a hundred times the others."""
+    call = Call([32], [1], fmt=KVFormat.INT8, dtype=dtype, heads=(4, 1), D=32, N=32)
+    call.q.zero_()
+    g = torch.Generator().manual_seed(1)
+    rows = torch.rand(32, 1, 32, generator=g) + 0.5
+    rows[5] = 0
+    rows[5, 0, 0] = 100
+    slots = call.step.block_table[0, 0].long() * 32 + torch.arange(32)
+    call.layer.write(rows, rows, slots)
+    out, _ = call.run()
+    plain = paged_decode_attention(call.layer, call.step, call.q, backend="torch")
+    exact, _ = paged_attention_oracle(call.q, call.layer, call.step)
+    error, budget = (
+        largest_error(x[..., 1:], exact[..., 1:]) for x in (out, plain)
+    )  # fmt: skip
+    assert error <= 2 * budget
+
+
 def test_a_contiguous_layer_is_one_block_a_sequence() -> None:
     call = Call([70, 9, 128], [1, 9, 2], capacity=128, fmt=KVFormat.INT8)
     call.check(num_splits=2)

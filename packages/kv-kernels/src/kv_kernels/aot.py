@@ -85,6 +85,7 @@ def _gather(dtype: torch.dtype, cache: CacheTensors) -> list[Launch]:
 
 
 def _attend(
+    compute: tuple[int, int],
     dtype: torch.dtype,
     cache: CacheTensors,
     G: int,
@@ -102,7 +103,7 @@ def _attend(
     return launches(
         _empty(B * queries, H * G, D, dtype=dtype), cache, _empty(B, 512, dtype=ids),
         _empty(B, dtype=ids), _empty(B + 1, dtype=ids), queries, 8192,
-        D**-0.5, window, softcap, splits, lse,
+        D**-0.5, window, softcap, splits, lse, compute,
     )[2]  # fmt: skip
 
 
@@ -205,7 +206,8 @@ def _hybrid(
 def variants(architecture: int = 90) -> Iterator[tuple[str, Launch]]:
     """Yield a name and a launch for every kernel, in the formats and sizes that differ most."""
     compute = divmod(architecture, 10)
-    index, hybrid = partial(_index, compute), partial(_hybrid, compute)
+    attend, index = partial(_attend, compute), partial(_index, compute)
+    hybrid = partial(_hybrid, compute)
     calls = {
         "paged_write bf16": _write(_BF16, _cache(_BF16, 16, 8, 128), 32, "half", T=8192),
         "paged_write bf16 to int8": _write(_BF16, _cache(_INT8, 16, 8, 128), 32, "half", T=8192),
@@ -216,16 +218,19 @@ def variants(architecture: int = 90) -> Iterator[tuple[str, Launch]]:
         "append fp16": _append(_FP16, _cache(_FP16, 16, 8, 128)),
         "append bf16 to int8": _append(_BF16, _cache(_INT8, 16, 8, 128)),
         "gather int8 to bf16": _gather(_BF16, _cache(_INT8, 16, 8, 128)),
-        "attention bf16 decode": _attend(_BF16, _cache(_BF16, 64, 8, 128), 4, splits=4),
-        "attention bf16 decode block 16": _attend(_BF16, _cache(_BF16, 16, 8, 128, "HND"), 4),
-        "attention bf16 over int8 decode": _attend(_BF16, _cache(_INT8, 64, 8, 128), 4),
-        "attention fp16 over int8 D80": _attend(
+        "attention bf16 decode": attend(_BF16, _cache(_BF16, 64, 8, 128), 4, splits=4),
+        "attention bf16 decode block 16": attend(_BF16, _cache(_BF16, 16, 8, 128, "HND"), 4),
+        "attention bf16 over int8 decode": attend(_BF16, _cache(_INT8, 64, 8, 128), 4),
+        "attention bf16 over int8 decode, one head, in parts": attend(
+            _BF16, _cache(_INT8, 64, 8, 256), 1, splits=4
+        ),
+        "attention fp16 over int8 D80": attend(
             _FP16, _cache(_INT8, 16, 3, 80), 3, queries=3, window=100, splits=2, lse=True
         ),
-        "attention bf16 prefill": _attend(_BF16, _cache(_BF16, 64, 8, 128), 4, queries=512,
+        "attention bf16 prefill": attend(_BF16, _cache(_BF16, 64, 8, 128), 4, queries=512,
             splits=0),
-        "attention bf16 D256 soft cap": _attend(_BF16, _cache(_BF16, 64, 8, 256), 2, softcap=50.0),
-        "attention fp32": _attend(_FP32, _cache(_FP32, 16, 4, 64), 7, queries=8),
+        "attention bf16 D256 soft cap": attend(_BF16, _cache(_BF16, 64, 8, 256), 2, softcap=50.0),
+        "attention fp32": attend(_FP32, _cache(_FP32, 16, 4, 64), 7, queries=8),
         "append_swa bf16 to fp8": _append_swa(_BF16, RowFormat.FP8, 8192),
         "append_swa fp32": _append_swa(_FP32, RowFormat.FP32, 1),
         "append_tail bf16": _append_tail(_BF16, 8192),

@@ -40,7 +40,7 @@ def run(
     Args:
         q: ``[T, Hq, D]``.
         cache: Keys and values of the layer.
-        block_table: ``[B, M]``; a block id outside the pool reads as zeros.
+        block_table: ``[B, M]``; a block id outside the pool reads as another block.
         context_lens: ``[B]``.
         cu_seqlens: ``[B + 1]``.
         max_query: Not used.

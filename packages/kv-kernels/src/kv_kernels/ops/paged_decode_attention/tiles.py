@@ -72,10 +72,9 @@ def choose_splits(
     return splits, max(1, tile.split // tile.n)
 
 
-@functools.cache
-def has_overlap(device: torch.device) -> bool:
+def has_overlap(compute: tuple[int, int] | None) -> bool:
     """Whether a kernel can start while the one that it waits for still runs."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return compute is not None and compute >= (9, 0)
 
 
 @functools.cache

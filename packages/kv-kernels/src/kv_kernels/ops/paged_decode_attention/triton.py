@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kv_kernels.device_code import nan_max, operand, round_to, small_round, tanh, widen
 from kv_kernels.launch import Launch, dense_ids, power_of_two, strides
+from kv_kernels.library import capability
 from kv_kernels.ops.cache import CacheTensors
 from kv_kernels.ops.paged_decode_attention.tiles import (
     MERGED_AT_ONCE,
@@ -22,6 +23,7 @@ from kv_kernels.ops.paged_decode_attention.tiles import (
 )
 
 _INT32_END = 2**31 - 1
+_GRID_END = 2**16 - 1  # of a grid's last axis
 _UNLIMITED = 2**30  # as a window: no context is longer
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _LN_2 = tl.constexpr(math.log(2))
@@ -185,10 +187,10 @@ def _attend_tile(
 def _split_queries(q):
     """Return ``[rows, BLOCK_D]`` queries as signed bytes, and the FP32 unit of each row.
 
-    Three bytes hold an integer of 23 bits, to which a power of two rounds the elements of a row;
-    those of the largest FP16 or BF16 elements are kept whole. Rows of the result are axes (more
-    copies, pair, copies, rows) that ``_attend_codes`` adds up: the pairs of the first copy weigh
-    2^24 and 2^16, those of the second 2^8 and 1.
+    Three bytes hold an integer of 23 bits, to which a power of two rounds the elements of a row:
+    all are within 2^-23 of its largest, and FP16 or BF16 elements near that are kept whole. Rows
+    of the result are axes (more copies, pair, copies, rows) that ``_attend_codes`` adds up: the
+    pairs of the first copy weigh 2^24 and 2^16, those of the second 2^8 and 1.
     """
     R: tl.constexpr = q.shape[0]
     BLOCK_D: tl.constexpr = q.shape[1]
@@ -281,7 +283,7 @@ def _attend_codes(
     if not IS_WHOLE:
         weight = tl.where(is_seen, weight, 0.0)  # a NaN scale stays with those who see it
     # two bytes of each, against the row's largest
-    unit = nan_max(tl.reduce(weight, 2, nan_max), _SMALLEST) * _UNIT
+    unit = nan_max(tl.reduce(tl.abs(weight), 2, nan_max), _SMALLEST) * _UNIT
     weight = small_round(weight * (1.0 / unit)[:, :, None])
     # the order of keys in which a thread has the scores is not that in which it needs the weights
     weight = tl.reshape(weight, [X, R, BLOCK_N // 8, 4, 2])
@@ -509,8 +511,12 @@ def launches(
     softcap: float,
     num_splits: int,
     return_lse: bool,
+    compute: tuple[int, int] | None,
 ) -> tuple[Tensor, Tensor, list[Launch]]:
-    """Return output and log-sum-exp, still empty, and the launches that fill them."""
+    """Return output and log-sum-exp, still empty, and the launches that fill them.
+
+    ``compute`` is the capability of the device which runs them, None for the interpreter.
+    """
     T, Hq, D = q.shape
     P, N, H = cache.k.shape[:3]
     B, M = block_table.shape
@@ -525,11 +531,12 @@ def launches(
     columns = H * triton.cdiv(G, heads)
     if num_splits:
         # more splits than tiles would be empty ones
-        splits, min_tiles = max(1, min(num_splits, triton.cdiv(max_context, tile.n))), 1
+        most = min(triton.cdiv(max_context, tile.n), _GRID_END)
+        splits, min_tiles = max(1, min(num_splits, most)), 1
     else:
         splits, min_tiles = choose_splits(rows * columns, max_context, tile, q.device)
 
-    overlaps = splits > 1 and has_overlap(q.device)
+    overlaps = splits > 1 and has_overlap(compute)
     out = q.new_empty(T, Hq, D)
     lse = q.new_empty((T, Hq) if return_lse else (0,), dtype=torch.float32)
     target, target_lse = out, lse if return_lse else None
@@ -594,7 +601,7 @@ def run(
     """Attend what each sequence has stored; see ``reference.run``."""
     out, lse, work = launches(
         q, cache, block_table, context_lens, cu_seqlens, max_query, max_context,
-        scale, window_left, softcap, num_splits, return_lse,
+        scale, window_left, softcap, num_splits, return_lse, capability(q.device),
     )  # fmt: skip
     for part in work:
         part.run()
