@@ -159,6 +159,13 @@ WRONG: dict[str, tuple[Call, type[KVError], str]] = {
         DtypeError,
         "picked must be torch.int32 or torch.int64, got torch.bool; pass what indexer_topk",
     ),
+    "tables without a position": (
+        lambda s: hybrid_attention(
+            **s.attention(cos=torch.zeros(0, 2), sin=torch.zeros(0, 2))
+        ),
+        ShapeError,
+        "cos and sin must be [S, R/2] with S >= 1, got S=0; give them a row for every position",
+    ),
     "only a cosine": (
         lambda s: hybrid_attention(**s.attention(cos=torch.zeros(40, 2))),
         SpecError,

@@ -465,6 +465,12 @@ CASES: dict[str, dict[str, Any]] = {
         "head_dim": 46, "rope_dim": 10, "row_group": 12, "dtype": torch.float16, "k": 5,
         "index_dim": 32,
     },
+    "more rotary channels than a group has": {
+        "head_dim": 48, "rope_dim": 16, "row_group": 8, "index_dim": 32, "k": 5,
+    },
+    "one group of many channels": {
+        "head_dim": 192, "rope_dim": 32, "row_group": 160, "index_dim": 32, "k": 5,
+    },
     "packed": {"layout": "flashmla_v4", "k": 5},
     "FP16 over FP32": {"row_format": RowFormat.FP32, "dtype": torch.float16, "k": 5},
 }  # fmt: skip
@@ -497,13 +503,24 @@ def test_tokens_are_attended_a_slice_at_a_time(monkeypatch: pytest.MonkeyPatch) 
     and so does any number of channels that a program sums."""
     from kv_kernels.ops.hybrid_attention import triton as module
 
-    call = Attention(k=5)
+    call = Attention(k=5, head_dim=48, rope_dim=16, row_group=8)
     whole = hybrid_attention(*call.arguments(), **call.tables, return_lse=True, backend="triton")
     for slots, scratch in [(1, 1), (2, 10**5), (4, 3 * 10**4)]:
         monkeypatch.setattr(module, "choose_slots", lambda *_, slots=slots: slots)
         monkeypatch.setattr(module, "_SCRATCH", scratch)
         some = hybrid_attention(*call.arguments(), **call.tables, return_lse=True, backend="triton")
         assert all(map(torch.equal, some, whole))
+
+
+@interpreted
+def test_picks_of_64_bits_are_not_cut() -> None:
+    call = Attention(k=5, dtype=torch.float32)
+    assert call.picked is not None
+    wide = call.picked.long()
+    wide[0, 1], wide[1, 2] = 2**32 + 1, -(2**32)
+    call.picked = wide
+    outs = [hybrid_attention(*call.arguments(), backend=name) for name in ("triton", "torch")]
+    torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-5)
 
 
 @interpreted

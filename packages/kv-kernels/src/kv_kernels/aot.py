@@ -111,8 +111,8 @@ def _ids(*shape: int) -> Tensor:
     return _empty(*shape, dtype=torch.int32)
 
 
-def _rows(fmt: RowFormat, outer: int, inner: int, D: int = 512, R: int = 64) -> RowTensors:
-    widths = row_widths(fmt, D, R, 64)
+def _rows(fmt: RowFormat, outer: int, inner: int, group: int = 64) -> RowTensors:
+    widths = row_widths(fmt, 512, 64, group)
     return RowTensors(*(_empty(outer, inner, w, dtype=dtype) for w, dtype in widths.values()))
 
 
@@ -188,17 +188,19 @@ def _hybrid(
     k: int | None = 512,
     *,
     pooled: bool = True,
+    group: int = 64,
+    T: int = 64,
 ) -> list[Launch]:
     from kv_kernels.ops.hybrid_attention.triton import launches
 
-    T, B = 64, 32
+    B = 32
     cos = _empty(4096, 32, dtype=_FP32)
-    pool, table, vis, picked = _rows(fmt, 1024, 64), _ids(B, 32), _ids(T), _ids(T, k or 1)
+    pool, table, vis, picked = _rows(fmt, 1024, 64, group), _ids(B, 32), _ids(T), _ids(T, k or 1)
     return launches(
         _empty(T, Hq, 512, dtype=dtype), _empty(T, 512, dtype=dtype), _empty(Hq, dtype=_FP32),
-        _rows(fmt, B, 128), _ids(B, 128), _ids(B), _ids(B), _ids(T), _ids(T),
+        _rows(fmt, B, 128, group), _ids(B, 128), _ids(B), _ids(B), _ids(T), _ids(T),
         pool if pooled else None, table if pooled else None, vis if pooled else None,
-        picked if pooled and k else None, cos, cos, 512**-0.5, 128, fmt, 64, False,
+        picked if pooled and k else None, cos, cos, 512**-0.5, 128, fmt, group, False,
         compute,
     )[2]  # fmt: skip
 
@@ -247,6 +249,10 @@ def variants(architecture: int = 90) -> Iterator[tuple[str, Launch]]:
         "indexer_topk bf16 over nvfp4 rounded": index(_BF16, KeyFormat.NVFP4, rounds=True),
         "indexer_topk fp32": index(_FP32, KeyFormat.FP32),
         "hybrid_attention bf16 over fp8, 64 heads": hybrid(_BF16, RowFormat.FP8, 64),
+        "hybrid_attention bf16 over fp8, many tokens": hybrid(_BF16, RowFormat.FP8, 64, T=128),
+        "hybrid_attention bf16 over fp8, one group": hybrid(
+            _BF16, RowFormat.FP8, 64, group=448, T=128
+        ),
         "hybrid_attention bf16 over fp8, 128 heads, all entries": hybrid(
             _BF16, RowFormat.FP8, 128, None
         ),

@@ -179,6 +179,10 @@ def _check_tables(
     hint = "a column for each pair of the last R channels"
     check_tensor("cos", cos, "S R/2", half, device=device, hint=hint)
     check_tensor("sin", sin, "S R/2", half | {"S": cos.shape[0]}, device=device)
+    if not cos.shape[0]:
+        raise ShapeError(
+            "cos and sin must be [S, R/2] with S >= 1, got S=0; give them a row for every position"
+        )
     _check_floating("cos", cos)
     _check_floating("sin", sin)
 

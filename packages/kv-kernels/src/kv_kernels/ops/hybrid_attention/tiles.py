@@ -7,6 +7,7 @@ the tile's heads; all of these are the same for any number of tokens.
 from typing import NamedTuple
 
 _MIN_SIDE = 16  # a side of a matrix product in Triton is at least this
+_SMALL = 64  # channels of a group of which several fit
 _BUSY = 264  # programs, two for each multiprocessor of an H200
 
 
@@ -15,7 +16,6 @@ class Tile(NamedTuple):
 
     m: int  # query heads
     n: int  # rows
-    group: int  # channels of a group where rows have no scales
     sum: int  # channels whose products are one sum
     score_warps: int
     score_stages: int
@@ -23,29 +23,34 @@ class Tile(NamedTuple):
     sum_stages: int
 
 
-def choose_tile(is_bf16: bool, heads: int, compute: tuple[int, int] | None) -> Tile:
+def choose_tile(is_bf16: bool, heads: int, group: int, compute: tuple[int, int] | None) -> Tile:
     """Choose the tile.
 
     Args:
         is_bf16: Whether products are of BF16; else they are of FP32.
         heads: Query heads.
+        group: Channels of a padded group.
         compute: Compute capability, None for the interpreter.
     """
     if not is_bf16:
-        return Tile(_MIN_SIDE, 16, 64, 64, 4, 1, 4, 1)
+        return Tile(_MIN_SIDE, 16, 64, 4, 1, 4, 1)
     # from 9.0 on, a group of warps multiplies 64 rows out of shared memory
     m = 64 if heads > 32 and (compute is None or compute >= (9, 0)) else _MIN_SIDE
-    return Tile(m, 64, 64, 128, 4, 3, 4, 5)
+    if group > _SMALL:  # nothing is loaded ahead, for there is no room
+        return Tile(m, 32, group, 8, 1, 8, 1)
+    return Tile(m, 64, 128, 4, 3, 4, 5)
 
 
-def choose_slots(programs: int, groups: int) -> int:
+def choose_slots(programs: int, groups: int, group: int) -> int:
     """Choose how many groups of channels one program sums: fewer where there is little to do.
 
     Args:
         programs: How many there are for each such choice of groups.
         groups: How many a row has.
+        group: Channels of a padded group.
     """
+    most = 4 if group <= _SMALL else 1
     slots = 1
-    while slots < min(groups, 4) and programs * groups > _BUSY * slots:
+    while slots < min(groups, most) and programs * groups > _BUSY * slots:
         slots *= 2
     return slots

@@ -22,6 +22,7 @@ from kv_kernels.ops.append_swa.triton import launch as store_launch
 from kv_kernels.ops.hybrid_attention.tiles import choose_slots, choose_tile
 
 _MIN_SIDE = 16  # of a matrix product
+_GROUP = 64  # channels, where rows have no scales
 _PROGRAMS = 64  # that share the tiles of one token and block of heads, at most
 _SCRATCH = 2**27  # bytes of scores that a call may hold at a time
 _LOG2_E = tl.constexpr(math.log2(math.e))
@@ -150,9 +151,9 @@ def _score_kernel(
             place = own + n * 0
             if codes is not None:
                 if picked is not None:
-                    entry = tl.load(picked + t * picked_t + entry, seen, other=-1).to(tl.int32)
+                    entry = tl.load(picked + t * picked_t + entry, seen, other=-1)
                     seen = (entry >= 0) & (entry < room)
-                entry = tl.where(seen, entry, 0)
+                entry = tl.where(seen, entry, 0).to(tl.int32)
                 block = tl.load(block_table + request * table_b + entry // N, seen, other=-1)
                 seen = seen & (block >= 0) & (block < P)
                 place = tl.where(seen, block.to(tl.int32) * N + entry % N, own)
@@ -194,6 +195,8 @@ def _score_kernel(
                 group = begin + s
                 channel = group * GROUP + j
                 inside = (j < tl.where(group < GROUPS, GROUP, R)) & (channel < D)
+                if R > GROUP:  # or a group behind the last would begin within D
+                    inside = inside & (group <= GROUPS)
                 x = tl.load(
                     q_at + channel[None, :], is_head[:, None] & inside[None, :], other=0.0
                 )  # fmt: skip
@@ -311,6 +314,8 @@ def _sum_kernel(
         j = tl.arange(0, BLOCK_J)
         channel = slot * GROUP + j
         is_channel = (j < tl.where(slot < GROUPS, GROUP, R)) & (channel < D)
+        if R > GROUP:
+            is_channel = is_channel & (slot <= GROUPS)
         result = acc[s] * inverse[:, None]
         if cos is not None:
             # back by the token's position; a group holds whole pairs
@@ -382,11 +387,11 @@ def launches(
     own, work = _encoded(kv_new, ring, row_format, group)
     entries = RowTensors(None) if pool is None else pool  # type: ignore[arg-type]
     is_bf16 = q.dtype == torch.bfloat16 and row_format is not RowFormat.FP32
-    tile = choose_tile(is_bf16, Hq, compute)
     if ring.scale is None:
-        group = min(power_of_two(D), tile.group)
+        group = min(power_of_two(D), _GROUP)
     groups = triton.cdiv(D - R, group)
     block_j = max(power_of_two(max(group, R)), _MIN_SIDE)
+    tile = choose_tile(is_bf16, Hq, block_j, compute)
     request_slots, seq_start, request_ids, positions = map(
         dense_ids, (request_slots, seq_start, request_ids, positions)
     )
@@ -402,7 +407,8 @@ def launches(
     k = 0 if picked is None else picked.shape[1]
     tiles = triton.cdiv(window, tile.n) + triton.cdiv(room if picked is None else k, tile.n)
     programs = min(tiles, _PROGRAMS)
-    some = min(T, max(1, _SCRATCH // (tiles * tile.n * (Hq + groups + 1) * 4)))
+    some = tiles * (tile.n * (Hq + groups + 1) + 2 * Hq) * 4
+    some = min(T, max(1, _SCRATCH // some))
     scores = q.new_empty((some, Hq, tiles * tile.n), dtype=torch.float32)
     peaks = q.new_empty((some, tiles, Hq), dtype=torch.float32)
     totals = torch.empty_like(peaks)
@@ -439,7 +445,7 @@ def launches(
         "num_stages": tile.score_stages,
     }
     blocks, every = triton.cdiv(Hq, tile.m), groups + (R > 0)
-    slots = choose_slots(some * blocks, every)
+    slots = choose_slots(some * blocks, every, block_j)
     parts = triton.cdiv(every, slots)
     sum_options = {
         "TURNED": 0 if cos is None else 2 * cos.shape[1],

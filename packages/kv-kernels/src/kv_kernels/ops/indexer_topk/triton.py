@@ -382,10 +382,12 @@ def launches(
     T, Hi, width = iq.shape
     P, N = stored.codes.shape[:2]
     room = block_table.shape[1] * N
-    bound = triton.cdiv(room, _ALIGNED.value) * _ALIGNED.value
+    bound = max(triton.cdiv(room, _ALIGNED.value), 1) * _ALIGNED.value
     picked = iq.new_empty((T, k), dtype=torch.int32)
     counts = iq.new_empty((T,), dtype=torch.int32)
     rows = max(1, min(T, _SCORES // (2 * bound)))
+    if 16 < rows < T:
+        rows -= rows % 16  # so that slices of tokens are aligned as the whole is
     scores, kept = iq.new_empty((2, rows, bound), dtype=torch.int32)
     iq, iweights = (x if x.stride(-1) == 1 else x.contiguous() for x in (iq, iweights))
     block_table, vis, request_ids = map(dense_ids, (block_table, vis, request_ids))

@@ -283,7 +283,7 @@ def _attend_codes(
     if not IS_WHOLE:
         weight = tl.where(is_seen, weight, 0.0)  # a NaN scale stays with those who see it
     # two bytes of each, against the row's largest
-    unit = nan_max(tl.reduce(tl.abs(weight), 2, nan_max), _SMALLEST) * _UNIT
+    unit = nan_max(tl.reduce(weight, 2, nan_max), _SMALLEST) * _UNIT
     weight = small_round(weight * (1.0 / unit)[:, :, None])
     # the order of keys in which a thread has the scores is not that in which it needs the weights
     weight = tl.reshape(weight, [X, R, BLOCK_N // 8, 4, 2])
