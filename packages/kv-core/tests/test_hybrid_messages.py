@@ -561,7 +561,12 @@ MESSAGES: list[tuple[Callable[[], KVCacheManager], Call, type[Exception], list[s
     (idle, spec_of(rope_dim=3), kv.SpecError, ["rope_dim must be even, got 3", "pairs"]),
     (idle, spec_of(row_format=8), kv.DtypeError, ["row_format must be a RowFormat, got 8"]),
     (idle, spec_of(index_dim=2), kv.SpecError, ["index_dim must be at least rope_dim, 4, got 2"]),
-    (idle, spec_of(key_global_scale=math.nan), kv.SpecError, ["must be positive, got nan", "2688"]),
+    (
+        idle,
+        spec_of(key_global_scale=math.nan),
+        kv.SpecError,
+        ["must be at least 1e-18, got nan", "2688"],
+    ),
     (idle, spec_of(layout="x"), kv.SpecError, ["layout must be one of", "'x'"]),
     (idle, spec_of(layout="flashmla_v4"), kv.SpecError, ["FP8 rows of an even width", "FP32 rows"]),
     (idle, lambda _: tiny_fp8(row_group=5), kv.SpecError, ["multiple of row_group=5", "got 12"]),

@@ -164,7 +164,8 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: tiny_fp8(index_dim=40), SpecError, "multiple of 32 for MXFP4 keys, got 40"),
     (lambda: tiny_spec(index_dim=2), SpecError, "index_dim must be at least rope_dim, 4, got 2"),
     (lambda: tiny_spec(row_format="fp8"), DtypeError, "row_format must be a RowFormat, got 'fp8'"),
-    (lambda: tiny_spec(key_global_scale=0.0), SpecError, "must be positive, got 0.0"),
+    (lambda: tiny_spec(key_global_scale=0.0), SpecError, "must be at least 1e-18, got 0.0"),
+    (lambda: tiny_spec(key_global_scale=1e-19), SpecError, "must be at least 1e-18, got 1e-19"),
     (lambda: tiny_spec(layout="hnd"), SpecError, "layout must be one of"),
     (lambda: tiny_spec(layout="flashmla_v4"), SpecError, 'use layout="separate"'),
     (

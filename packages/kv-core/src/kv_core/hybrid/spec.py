@@ -18,6 +18,7 @@ Layout = Literal["separate", "flashmla_v4"]
 Which = Literal["main", "index"]
 
 _LAYOUTS = ("separate", "flashmla_v4")
+_SMALLEST_SCALE = 1e-18  # its square is still a normal FP32 number
 _VERSION = 1  # of the stored records; a state of another version is refused
 _LEAST_DRAFT = 2  # tokens of a speculative run that the smallest rings allow
 
@@ -100,7 +101,7 @@ class HybridSpec:
         row_group: Channels of an FP8 row that share a scale.
         key_format: How indexer keys are stored.
         index_dim: I, channels of an indexer key.
-        key_global_scale: The second scale of NVFP4, the same for every layer.
+        key_global_scale: The second scale of NVFP4, the same for every layer; at least 1e-18.
         layout: "separate" tensors, or "flashmla_v4": each block one run of bytes, rows first and
             scales behind them, padded to whole rows (FP8 rows with MXFP4 keys only).
 
@@ -219,10 +220,10 @@ class HybridSpec:
                     f"index_dim must be at least rope_dim, {self.rope_dim}, got {self.index_dim}; "
                     "keys are rotated like rows"
                 )
-        if not (math.isfinite(self.key_global_scale) and self.key_global_scale > 0):
+        if not _SMALLEST_SCALE <= self.key_global_scale < math.inf:
             raise SpecError(
-                f"key_global_scale must be positive, got {self.key_global_scale}; use the largest "
-                "expected magnitude divided by 2688"
+                f"key_global_scale must be at least {_SMALLEST_SCALE}, got "
+                f"{self.key_global_scale}; use the largest expected magnitude divided by 2688"
             )
         if self.layout not in _LAYOUTS:
             raise SpecError(f"layout must be one of {_LAYOUTS}, got {self.layout!r}")
