@@ -128,7 +128,7 @@ class KVLayer:
             spec: Sizes and formats.
             k: ``[P, N, H, D]``; N is ``spec.block_size`` where the layer is paged.
             v: Like ``k``.
-            k_scale: ``[P, N, H]`` FP32 where keys are INT8, else None.
+            k_scale: ``[P, N, H]`` FP32, none of them negative, where keys are INT8; else None.
             v_scale: The same for values.
             is_paged: Whether sequences share the blocks.
 
