@@ -198,6 +198,19 @@ def _finite_groups(x):
 
 
 @triton.jit
+def _mx_byte(largest):
+    """Return the UE8M0 byte of groups of MXFP4 with these largest sizes, all finite."""
+    return power_byte(tl.maximum(largest, 6 * 2.0**-126), 0x400000, 3)
+
+
+@triton.jit
+def _nv_code(largest, total):
+    """Return the e4m3 scale of groups of NVFP4 with these largest sizes, all finite."""
+    wanted = tl.div_rn(largest, tl.full(largest.shape, 6.0, tl.float32) * total)
+    return encode_e4m3(tl.minimum(tl.maximum(wanted, 0.001953125), 448.0))
+
+
+@triton.jit
 def quantize_mxfp4(x):
     """Return E2M1 codes as INT32, and the UE8M0 byte of each group of 32 as INT32.
 
@@ -205,8 +218,7 @@ def quantize_mxfp4(x):
         x: ``[rows, groups, 32]`` FP32, rounded to BF16; padding has to be zero.
     """
     is_finite = _finite_groups(x)
-    largest = tl.where(is_finite, tl.max(tl.abs(x), axis=2), 1.0)
-    byte = power_byte(tl.maximum(largest, 6 * 2.0**-126), 0x400000, 3)
+    byte = _mx_byte(tl.where(is_finite, tl.max(tl.abs(x), axis=2), 1.0))
     unit = tl.where(is_finite[:, :, None], x * _inverse_power(byte)[:, :, None], 0.0)
     return encode_e2m1(unit), tl.where(is_finite, byte, 255)
 
@@ -221,9 +233,7 @@ def quantize_nvfp4(x, total):
     """
     is_finite = _finite_groups(x)
     largest = tl.where(is_finite, tl.max(tl.abs(x), axis=2), 0.0)
-    wanted = tl.div_rn(largest, tl.full(largest.shape, 6.0, tl.float32) * total)
-    wanted = tl.minimum(tl.maximum(wanted, 0.001953125), 448.0)
-    stored = encode_e4m3(wanted)
+    stored = _nv_code(largest, total)
     unit = decode_e4m3(stored, False) * total
     unit = tl.div_rn(x, tl.broadcast_to(unit[:, :, None], x.shape))
     unit = tl.where(is_finite[:, :, None], unit, 0.0)
@@ -321,7 +331,7 @@ def round_mxfp4(x):
     bits = _group_sizes(x)
     is_finite = bits < 0x7F800000
     largest = tl.where(is_finite, bits, 0).to(tl.float32, bitcast=True)
-    byte = power_byte(tl.maximum(largest, 6 * 2.0**-126), 0x400000, 3)
+    byte = _mx_byte(largest)
     scale = decode_ue8m0(tl.where(is_finite, byte, 255))
     return _round_e2m1(x * _inverse_power(byte)[:, :, None]) * scale[:, :, None]
 
@@ -332,9 +342,7 @@ def round_nvfp4(x, total):
     bits = _group_sizes(x)
     is_finite = bits < 0x7F800000
     largest = tl.where(is_finite, bits, 0).to(tl.float32, bitcast=True)
-    wanted = tl.div_rn(largest, tl.full(largest.shape, 6.0, tl.float32) * total)
-    wanted = tl.minimum(tl.maximum(wanted, 0.001953125), 448.0)
-    scale = decode_e4m3(encode_e4m3(wanted), False)
+    scale = decode_e4m3(_nv_code(largest, total), False)
     unit = scale * total
     unit = tl.div_rn(x, tl.broadcast_to(unit[:, :, None], x.shape))
     unit = _round_e2m1(tl.minimum(tl.maximum(unit, -6.0), 6.0))

@@ -9,7 +9,12 @@ import triton.language as tl
 from kv_core.codecs.int8 import TINY
 
 from kv_kernels.device_code import round_to, row_sum, small_round, widen
+from kv_kernels.launch import power_of_two
 
+WARPS = 4
+
+_HEADS = 8  # that a program moves at most
+_PROGRAMS = 512  # that keep a large device busy
 _TINY = tl.constexpr(TINY)
 _INF = tl.constexpr(float("inf"))
 
@@ -242,3 +247,19 @@ def store_heads(
         source, source_h, cache, cache_h, scale, scale_h, is_stored, weight, cos, sin, eps,
         D, R, STYLE, HEADS,
     )  # fmt: skip
+
+
+def choose_tile(rows: int, D: int, *heads: int) -> tuple[int, ...]:
+    """Choose how many tokens a program moves at a time, and how many heads of each kind it moves.
+
+    A thread has 16 elements at a time. Heads share what is loaded for a token, so a program moves
+    several where that leaves programs enough.
+
+    Args:
+        rows: How many rows of D elements there are in all.
+        D: Elements of a row.
+        heads: Numbers of heads, each of which has to come out in whole groups.
+    """
+    block_t = 32 * WARPS * 16 // max(16, power_of_two(D))
+    most = max(1, min(_HEADS, rows // (block_t * _PROGRAMS)))
+    return block_t, *(max(h for h in range(1, most + 1) if n % h == 0) for n in heads)

@@ -6,8 +6,7 @@ from torch import Tensor
 
 from kv_kernels.launch import Launch, dense_ids, strides
 from kv_kernels.ops.cache import CacheTensors
-from kv_kernels.ops.paged_rows import store_heads
-from kv_kernels.ops.paged_write.triton import WARPS, choose_tile
+from kv_kernels.ops.paged_rows import WARPS, choose_tile, store_heads
 
 
 @triton.jit(do_not_specialize=["T", "capacity", "N"])

@@ -6,8 +6,8 @@ the tile's heads; all of these are the same for any number of tokens.
 
 from typing import NamedTuple
 
-_MIN_SIDE = 16  # a side of a matrix product in Triton is at least this
-_SMALL = 64  # channels of a group of which several fit
+MIN_SIDE = 16  # a side of a matrix product in Triton is at least this
+GROUP = 64  # channels of a group of which several fit; rows without scales are cut into such
 _BUSY = 264  # programs, two for each multiprocessor of an H200
 
 
@@ -33,10 +33,10 @@ def choose_tile(is_bf16: bool, heads: int, group: int, compute: tuple[int, int] 
         compute: Compute capability, None for the interpreter.
     """
     if not is_bf16:
-        return Tile(_MIN_SIDE, 16, 64, 4, 1, 4, 1)
+        return Tile(MIN_SIDE, 16, 64, 4, 1, 4, 1)
     # from 9.0 on, a group of warps multiplies 64 rows out of shared memory
-    m = 64 if heads > 32 and (compute is None or compute >= (9, 0)) else _MIN_SIDE
-    if group > _SMALL:  # nothing is loaded ahead, for there is no room
+    m = 64 if heads > 32 and (compute is None or compute >= (9, 0)) else MIN_SIDE
+    if group > GROUP:  # nothing is loaded ahead, for there is no room
         return Tile(m, 32, group, 8, 1, 8, 1)
     return Tile(m, 64, 128, 4, 3, 4, 5)
 
@@ -49,7 +49,7 @@ def choose_slots(programs: int, groups: int, group: int) -> int:
         groups: How many a row has.
         group: Channels of a padded group.
     """
-    most = 4 if group <= _SMALL else 1
+    most = 4 if group <= GROUP else 1
     slots = 1
     while slots < min(groups, most) and programs * groups > _BUSY * slots:
         slots *= 2

@@ -19,10 +19,8 @@ from kv_kernels.device_code import decode_e4m3, decode_ue8m0, operand, round_to,
 from kv_kernels.launch import Launch, as_bytes, dense_ids, has_fp8, power_of_two, strides
 from kv_kernels.library import capability
 from kv_kernels.ops.append_swa.triton import launch as store_launch
-from kv_kernels.ops.hybrid_attention.tiles import choose_slots, choose_tile
+from kv_kernels.ops.hybrid_attention.tiles import GROUP, MIN_SIDE, choose_slots, choose_tile
 
-_MIN_SIDE = 16  # of a matrix product
-_GROUP = 64  # channels, where rows have no scales
 _PROGRAMS = 64  # that share the tiles of one token and block of heads, at most
 _SCRATCH = 2**27  # bytes of scores that a call may hold at a time
 _LOG2_E = tl.constexpr(math.log2(math.e))
@@ -388,9 +386,9 @@ def launches(
     entries = RowTensors(None) if pool is None else pool  # type: ignore[arg-type]
     is_bf16 = q.dtype == torch.bfloat16 and row_format is not RowFormat.FP32
     if ring.scale is None:
-        group = min(power_of_two(D), _GROUP)
+        group = min(power_of_two(D), GROUP)
     groups = triton.cdiv(D - R, group)
-    block_j = max(power_of_two(max(group, R)), _MIN_SIDE)
+    block_j = max(power_of_two(max(group, R)), MIN_SIDE)
     tile = choose_tile(is_bf16, Hq, block_j, compute)
     request_slots, seq_start, request_ids, positions = map(
         dense_ids, (request_slots, seq_start, request_ids, positions)

@@ -21,6 +21,7 @@ from kv_kernels.device_code import (
     decode_e2m1,
     decode_e4m3,
     decode_ue8m0,
+    nan_max,
     operand,
     round_bf16,
     round_mxfp4,
@@ -237,7 +238,7 @@ def _score_kernel(
         )  # fmt: skip
         block = _find(table, first + 2 * step, end, N, BLOCK_N)
         dots = tl.dot(tile, q, input_precision="ieee")
-        dots = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        dots = nan_max(dots, 0.0)
         if Hi != BLOCK_H:
             dots = tl.where((h < Hi)[None, :], dots, 0.0)  # 0 times infinity
         score = tl.sum(dots * u[None, :], axis=1)

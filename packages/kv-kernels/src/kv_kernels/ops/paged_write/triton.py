@@ -4,15 +4,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kv_kernels.launch import Launch, dense_ids, power_of_two, strides
+from kv_kernels.launch import Launch, dense_ids, strides
 from kv_kernels.ops.cache import CacheTensors
-from kv_kernels.ops.paged_rows import load_angles, move_heads, store_heads
-
-WARPS = 4
+from kv_kernels.ops.paged_rows import WARPS, choose_tile, load_angles, move_heads, store_heads
 
 _STYLES = {"none": 0, "half": 1, "interleaved": 2}
-_HEADS = 8  # that a program moves at most
-_PROGRAMS = 512  # that keep a large device busy
 
 
 @triton.jit(do_not_specialize=["T", "positions_end", "capacity", "N"])
@@ -64,22 +60,6 @@ def _write_kernel(
             capacity, N, v_p, v_n, v_h, vs_p, vs_n, vs_h, None, None, None, eps,
             D, 0, 0, KV_HEADS,
         )  # fmt: skip
-
-
-def choose_tile(rows: int, D: int, *heads: int) -> tuple[int, ...]:
-    """Choose how many tokens a program moves at a time, and how many heads of each kind it moves.
-
-    A thread has 16 elements at a time. Heads share what is loaded for a token, so a program moves
-    several where that leaves programs enough.
-
-    Args:
-        rows: How many rows of D elements there are in all.
-        D: Elements of a row.
-        heads: Numbers of heads, each of which has to come out in whole groups.
-    """
-    block_t = 32 * WARPS * 16 // max(16, power_of_two(D))
-    most = max(1, min(_HEADS, rows // (block_t * _PROGRAMS)))
-    return block_t, *(max(h for h in range(1, most + 1) if n % h == 0) for n in heads)
 
 
 def launch(
